@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dpipe.network.link import Network
 from netem import shell
 from netem.shell import NetemError
-from netem.tc import HANDLE, Argv, clear_command, egress_commands
+from netem.tc import HANDLE, Argv, clear_command, egress_commands, refuse_ingress
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -20,6 +20,7 @@ def apply(network: Network, node: int, device: str, addresses: Sequence[str] = (
     Raises `NetemError` if `tc` refuses one of them; the device is then unshaped. Also if the
     device carries a qdisc that is not ours; that one is left alone.
     """
+    refuse_ingress(network, node)
     commands = egress_commands(network, node, device, addresses)
     clear(device)
     try:

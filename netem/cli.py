@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import click
 
 from dpipe.errors import DpipeError
-from dpipe.network.profile import load_network
+from dpipe.machines.hosts import load_hosts_network
 from netem import apply as shaping
 from netem import lab, probe
 from netem.shell import NetemError
-from netem.tc import egress_commands
+from netem.tc import egress_commands, refuse_ingress
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +71,9 @@ def main() -> None:
 @_ADDRESSES
 def show(profile: Path, device: str, node: int, addresses: tuple[str, ...]) -> None:
     """Print the tc commands of one node; nothing is run."""
-    for command in egress_commands(load_network(profile), node, device, addresses):
+    network = load_hosts_network(profile)
+    refuse_ingress(network, node)
+    for command in egress_commands(network, node, device, addresses):
         click.echo(" ".join(command))
 
 
@@ -85,7 +87,7 @@ def show(profile: Path, device: str, node: int, addresses: tuple[str, ...]) -> N
 )
 def apply(profile: Path, device: str, node: int, addresses: tuple[str, ...], detach: bool) -> None:
     """Shape an interface until Ctrl-C."""
-    network = load_network(profile)
+    network = load_hosts_network(profile)
     if detach:
         shaping.apply(network, node, device, addresses)
         return
@@ -115,7 +117,7 @@ def verify(profile: Path, node: int, peer: int, address: str, port: int, interva
 
     The peer must be shaped too, and run `python -m netem answer`.
     """
-    network = load_network(profile)
+    network = load_hosts_network(profile)
     forward, backward = network.link(node, peer), network.link(peer, node)
     jitter = forward.jitter_ms + backward.jitter_ms > 0
     observed = probe.observe(

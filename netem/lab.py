@@ -5,7 +5,8 @@ machine.
     10.K.0.1 on eth0 ──► port0 ─► shape0 (netem) ─ forward ─► port1 ─► eth0, 10.K.0.2
 
 What a host sends is shaped on its way into the router, as `tc` on its own interface would; a device
-to shape there is an ifb, to which the port's incoming packets are redirected. Everything lives in
+to shape there is an ifb, to which the port's incoming packets are redirected. What it takes in,
+where that is bounded, is shaped as it leaves the router by the host's port. Everything lives in
 the lab's own namespaces and one folder: `down` needs no state of `up`, and works after a crash.
 """
 
@@ -20,8 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from dpipe.machines.hosts import load_hosts_network
 from dpipe.network.link import Link, Network
-from dpipe.network.profile import load_network
 from netem import measure, shell, tc
 from netem.measure import Host
 from netem.probe import Observed
@@ -85,7 +86,7 @@ class Lab:
     def network(self) -> Network | None:
         """The current profile, or None if the links are unshaped."""
         profiles = sorted((self.folder / "profile").glob("*"))
-        return load_network(profiles[0]) if profiles else None
+        return load_hosts_network(profiles[0]) if profiles else None
 
 
 def up(
@@ -109,7 +110,7 @@ def up(
     if not 2 <= num_hosts <= MAX_HOSTS:
         raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")
     if profile is not None:
-        load_network(profile).check(num_hosts)  # before anything is changed
+        load_hosts_network(profile).check(num_hosts)  # before anything is changed
     octet = _free_octet()
     STATE.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -134,7 +135,7 @@ def up(
 
 def set_profile(lab: Lab, profile: Path) -> None:
     """Shape every link by another profile; programs in the lab keep running."""
-    _shape(lab, load_network(profile))
+    _shape(lab, load_hosts_network(profile))
     shutil.rmtree(lab.folder / "profile", ignore_errors=True)
     (lab.folder / "profile").mkdir()
     shutil.copy(profile, lab.folder / "profile")  # under its own name, which may be the network's
@@ -224,7 +225,11 @@ def _paced(lab: Lab) -> str:
 
 def _egress_gbps(lab: Lab, network: Network) -> float:
     peers = range(lab.num_hosts)
-    return sum(max(network.link(i, j).bandwidth_gbps for j in peers if j != i) for i in peers)
+    total_gbps = 0.0
+    for i in peers:
+        fastest_gbps = max(network.link(i, j).bandwidth_gbps for j in peers if j != i)
+        total_gbps += network.interface(i).egress_gbps or fastest_gbps
+    return total_gbps
 
 
 def _free_octet() -> int:
@@ -308,17 +313,21 @@ def _batch(program: str, lines: Sequence[str], otherwise: str = "") -> str:
 
 
 def _shape(lab: Lab, network: Network | None) -> None:
-    """Shape every host's egress; delays are shortened by the router's own."""
+    """Shape every host's egress, and its ingress where one is stated; delays are shortened by the
+    router's own.
+    """
     devices = [f"shape{i}" for i in range(lab.num_hosts)]
-    clear = [" ".join(tc.clear_command(device)[1:]) for device in devices]
+    ports = [f"port{i}" for i in range(lab.num_hosts)]
+    clear = [" ".join(tc.clear_command(device)[1:]) for device in devices + ports]
     script = _batch(
         "tc", clear, otherwise="2>/dev/null || true"
     )  # `tc` fails where there is no qdisc
     if network is not None:
         less = _less(network, lab.own_delay_ms)
-        commands = [
-            tc.egress_commands(less, i, device, lab.addresses) for i, device in enumerate(devices)
-        ]
+        commands = []
+        for i in range(lab.num_hosts):
+            commands.append(tc.egress_commands(less, i, devices[i], lab.addresses))
+            commands.append(tc.ingress_commands(less, i, ports[i]))
         script += _batch(
             "tc", [" ".join(command[1:]) for of_device in commands for command in of_device]
         )

@@ -8,12 +8,14 @@
                                                        └── :12  netem   node 2
 
 What leaves the node is shaped, what arrives is not: each direction of a link is shaped once, by its
-sender. A node's links share its egress: `tc` shapes an interface, not a peer.
+sender. A node's links share its egress: `tc` shapes an interface, not a peer. Its ingress, where
+one is stated, is shaped on the last hop towards it, by whoever sends there (`ingress_commands`).
 """
 
 import ipaddress
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network
@@ -33,22 +35,65 @@ def egress_commands(
     """The commands that shape `device` as the interface of `node`; `addresses[i]` is the IP address
     of node i.
 
-    Raises `ProfileError` if the node's links differ and no addresses are given to tell them apart.
+    Raises `ProfileError` if the node's links differ and no addresses are given to tell them apart,
+    or if the interface is that of several nodes.
     """
+    interface = network.interface(node)
+    if len(interface.ranks) > 1:
+        raise ProfileError(
+            f"machine {interface.machine!r} is nodes {', '.join(map(str, interface.ranks))} of "
+            f"network {network.name!r}; tc shapes an interface: make each machine one node"
+        )
     peers = {peer: network.link(node, peer) for peer in _peers(network, node, addresses)}
     others = {network.default} if network.default and not addresses else set()
     links = set(peers.values()) | others
-    if len(links) == 1:
-        return [
-            ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *netem(links.pop())]
-        ]
+    # One link takes all that a slower interface sends; a faster one needs a class for each.
+    fastest_gbps = max(link.bandwidth_gbps for link in links)
+    egress_gbps = interface.egress_gbps or fastest_gbps
+    if len(links) == 1 and egress_gbps <= fastest_gbps:
+        return [_root_netem(device, replace(links.pop(), bandwidth_gbps=egress_gbps))]
     if not addresses:
         raise ProfileError(
             f"profile {network.name!r} gives node {node} other links to nodes "
             f"{', '.join(map(str, peers))}: "
             f"tc tells peers apart by address; give the address of every node"
         )
-    return _classes(device, network.default, {addresses[p]: (p, link) for p, link in peers.items()})
+    by_address = {addresses[peer]: (peer, link) for peer, link in peers.items()}
+    return _classes(device, network.default, by_address, interface.egress_gbps)
+
+
+def ingress_commands(network: Network, node: int, device: str) -> list[Argv]:
+    """The commands that shape what leaves `device` towards the interface of `node`: the last hop,
+    on whatever sends to that machine alone, such as the port of a lab's router. None where only
+    links bound what comes in.
+    """
+    ingress_gbps = network.ingress_gbps(node)
+    if math.isinf(ingress_gbps):
+        return []
+    sources = [source for source, target in network.links if target == node]
+    delays_ms = [network.link(source, node).delay_ms for source in sources]
+    if network.default is not None:
+        delays_ms.append(network.default.delay_ms)
+    # Room for a round trip, as in front of any bottleneck; the delay itself is the senders'.
+    limit = limit_packets(Link(max(delays_ms, default=0.0), ingress_gbps))
+    queue = ["netem", "limit", str(limit), "rate", _rate(ingress_gbps)]
+    return [["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *queue]]
+
+
+def refuse_ingress(network: Network, node: int) -> None:
+    """Raises `ProfileError` where what comes in is bounded: a host's own `tc` shapes what leaves
+    it.
+    """
+    if not math.isinf(network.ingress_gbps(node)):
+        raise ProfileError(
+            f"node {node} of network {network.name!r} has ingress_gbps, and tc on its own "
+            "interface shapes what it sends; take it out, or rebuild the network in a lab "
+            "(python -m netem lab), whose router shapes the last hop"
+        )
+
+
+def _root_netem(device: str, link: Link) -> Argv:
+    return ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *netem(link)]
 
 
 def clear_command(device: str) -> Argv:
@@ -88,14 +133,23 @@ def _peers(network: Network, node: int, addresses: Sequence[str]) -> list[int]:
     return [peer for peer in range(len(addresses)) if peer != node]
 
 
-def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
-    """A class for each peer whose link is not `default`. Other traffic is shaped as `default`, or
-    not at all (class 0).
+def _classes(
+    device: str,
+    default: Link | None,
+    peers: dict[str, tuple[int, Link]],
+    stated_gbps: float | None,
+) -> list[Argv]:
+    """A class for each peer whose link is not `default`, or whose interface has room for several
+    of these. Other traffic is shaped as `default`, or not at all (class 0).
     """
-    apart = {address: (peer, link) for address, (peer, link) in peers.items() if link != default}
+    roomy = default is not None and (stated_gbps or 0.0) > default.bandwidth_gbps
+    apart = {}
+    for address, (peer, link) in peers.items():
+        if link != default or roomy:
+            apart[address] = (peer, link)
     leaves = {_OTHERS: default} if default else {}
     leaves |= {_FIRST_PEER + peer: link for peer, link in apart.values()}
-    egress = max(link.bandwidth_gbps for link in leaves.values())
+    egress = stated_gbps or max(link.bandwidth_gbps for link in leaves.values())
     together = sum(link.bandwidth_gbps for link in leaves.values())
     commands = [
         [

@@ -23,23 +23,23 @@ def report(locked: Sequence[Entry]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(lines))
         file.flush()
-        asked = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "pip_audit", "--requirement", file.name, *_OPTIONS],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
         )
     try:
-        told: dict[str, Any] = json.loads(asked.stdout)
+        audit: dict[str, Any] = json.loads(process.stdout)
     except json.JSONDecodeError:
-        last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        last = (process.stderr.strip().splitlines() or ["it says nothing"])[-1]
         return {"dependencies": [], "failed": last}
-    return told
+    return audit
 
 
-def judged(told: dict[str, Any]) -> tuple[int, str]:
+def verdict(audit: dict[str, Any]) -> tuple[int, str]:
     """The exit code, and what to say."""
-    packages = told["dependencies"]
+    packages = audit["dependencies"]
     vulnerable = [
         f"{package['name']} {package['version']}: {found['id']}, mended in "
         f"{', '.join(found['fix_versions']) or 'no release yet'}"
@@ -51,7 +51,7 @@ def judged(told: dict[str, Any]) -> tuple[int, str]:
     if vulnerable:
         return 1, "\n".join(["known vulnerabilities:", *vulnerable])
     if not audited:
-        why = told.get("failed") or "no database of vulnerabilities answers here"
+        why = audit.get("failed") or "no database of vulnerabilities answers here"
         return 0, f"NOT AUDITED for known vulnerabilities: {why}"
     text = f"no known vulnerability in {audited} packages"
     if skipped:
@@ -61,11 +61,11 @@ def judged(told: dict[str, Any]) -> tuple[int, str]:
 
 def main() -> None:
     locked = entries(LOCK.read_text(encoding="utf-8"))
-    told = report(locked[:1])
+    audit = report(locked[:1])
     # One package first: without a database it would ask in vain for each of them.
-    if any("vulns" in package for package in told["dependencies"]):
-        told = report(locked)
-    code, text = judged(told)
+    if any("vulns" in package for package in audit["dependencies"]):
+        audit = report(locked)
+    code, text = verdict(audit)
     print(f"scripts/audit.py: {text}")
     sys.exit(code)
 

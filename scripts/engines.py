@@ -1,4 +1,4 @@
-"""The engines that a sweep compares, and how a cell spreads a model over its ranks.
+"""The engines that a sweep compares, and the layout of a cell's model on its ranks.
 
 dpipe       ours
 torch       torch's own pipeline: on a real model (replicas: with FSDP) or on replay stages
@@ -24,14 +24,14 @@ from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError
 
 Engine = Literal["dpipe", "torch", "fsdp", "megatron"]
-# Of losses: an engine that differs by more learns something else.
+# Of losses; above it the engines do not train the same model.
 MOST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
-# Relative, of the first loss in fp32: above it the parameters, or what is computed of them, differ.
+# Relative, of the first loss in fp32; above it parameters or forward pass differ.
 OF_ONE_MODEL = 1e-5
 
 
 def module_of(engine: Engine, config: Config) -> ModuleType | None:
-    """The baseline that runs `config`; None is our own engine."""
+    """The baseline that runs `config`; None for dpipe."""
     match engine:
         case "dpipe":
             return None
@@ -58,14 +58,14 @@ def command(engine: Engine, config: Config) -> tuple[str, ...]:
 
 
 def environ(engine: Engine) -> dict[str, str]:
-    """Environment variables of its ranks. Megatron's all-reduces overlap with matrix products only
-    in one queue of the GPU.
+    """Environment variables of its ranks. Megatron overlaps all-reduces with matrix products only
+    with one hardware queue.
     """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if engine == "megatron" else {}
 
 
 class Layout(BaseModel):
-    """Ranks of a stage, stages, and replicas of them all."""
+    """Tensor-parallel, pipeline-parallel and data-parallel sizes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,8 +74,8 @@ class Layout(BaseModel):
     data: int = Field(default=1, ge=1)
 
     def overrides(self, batch_size: int, microbatch_size: int) -> tuple[str, ...]:
-        """As keys of a configuration. Raises `ConfigError` if replicas and micro-batches do not
-        divide the batch.
+        """The layout as overrides. Raises `ConfigError` if replicas and micro-batches do not divide
+        the batch.
         """
         num_microbatches, remainder = divmod(batch_size, self.data * microbatch_size)
         if remainder or not num_microbatches:
@@ -95,8 +95,8 @@ class Layout(BaseModel):
 def spread(
     layouts: Sequence[Layout], microbatch_sizes: Sequence[int], config: Config
 ) -> Iterator[tuple[str, ...]]:
-    """The overrides of each way to run `config`: each layout with each micro-batch size. None
-    change it without layouts.
+    """Overrides for each layout with each micro-batch size; a single empty tuple without
+    layouts.
     """
     if not layouts:
         yield ()
@@ -109,7 +109,7 @@ def gpus_needed(config: Config) -> int:
 
 
 def device_name(config: Config) -> str:
-    """The device that a real run computes on."""
+    """The device of a real run."""
     return (
         torch.cuda.get_device_name() if gpus_needed(config) and torch.cuda.is_available() else "CPU"
     )
@@ -118,12 +118,11 @@ def device_name(config: Config) -> str:
 def difference_in_training(
     engine: Engine, config_path: Path, overrides: Sequence[str], at: Venue, *, timeout_s: float
 ) -> float:
-    """The largest difference between that engine's losses and ours when both train a small model
-    with the cell's layout.
+    """The largest difference between the engine's losses and ours, both on a small model with the
+    cell's layout.
 
     Also in fp32, because a loss in half precision hardly shows whether the parameters are the same.
-    Raises `AssertionError` if the engine computes or learns something else, `RunError` if either
-    fails.
+    Raises `AssertionError` if the losses differ too much, `RunError` if either run fails.
     """
     config = load(config_path, tuple(overrides))
     for precision in ("fp32", "fp32"), (config.train.precision, config.train.parameters):
@@ -137,7 +136,7 @@ def difference_in_training(
 def trained(
     engine: Engine, config_path: Path, overrides: tuple[str, ...], at: Venue, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """The rows of metrics of a run of that engine. Raises `RunError` if it fails."""
+    """The metrics of a run with this engine. Raises `RunError` if it fails."""
     module = command(engine, load(config_path, overrides))
     return run_to_end(
         config_path, overrides, at, timeout_s=timeout_s, module=module, environ=environ(engine)

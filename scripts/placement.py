@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where to put the stages of a pipeline, as published objectives see it.
+"""Where to put the stages of a pipeline, by published objectives.
 
     scripts/placement.py --delay D.csv --bandwidth B.csv --stages 8 --replicas 8
         --gradient-gb 0.65 --activation-gb 0.47 --seconds 3 --json

@@ -3,13 +3,13 @@
 each.
 
     scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml   networks x engines x schedules x ...
-    scripts/table.py gpt3xl_gpipe_network --mode replay         what came out
+    scripts/table.py gpt3xl_gpipe_network --mode replay         the results
     scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml        layouts x engines, on GPUs here
 
 A cell is a run of all ranks on this machine: as it is, in a `netem lab`, or behind the shaped
 transport. You can stop it at any time and start it again: results stay, and a line that was cut
-short is measured anew. Delete a line to measure it again. Cells that need more GPUs than this
-machine has are skipped.
+short is measured again. Delete a line to repeat its measurement. Cells that need more GPUs than
+this machine has are skipped.
 """
 
 import json
@@ -51,8 +51,7 @@ from dpipe.plan.forecast import forecast
 
 
 class Runs(BaseModel):
-    """One engine: each schedule with each wire format, on all networks of the sweep or on some of
-    them.
+    """One engine with each schedule and wire format, on the networks of the sweep or on its own.
 
     `overrides` change the configuration; `label` then follows the engine's name in the table. Each
     of `layouts` spreads the configured batch over its ranks in micro-batches of each of
@@ -72,11 +71,10 @@ class Runs(BaseModel):
 
 
 class Sweep(BaseModel):
-    """A sweep file: each of `run` on each of the networks, or on the machine as it is if `venue` is
-    "local".
+    """A sweep file: each of `run` on each network, or without a network if `venue` is "local".
 
     Its paths are relative to the repository. `scale` divides messages and bandwidths, not delays:
-    one machine then carries twelve replay stages, and a step takes as long as at full size.
+    one machine can then run twelve replay stages, and a step takes as long as at full size.
     `sysctl` are TCP settings of the hosts of a lab.
     """
 
@@ -100,13 +98,13 @@ class Sweep(BaseModel):
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: the network that it stands for, and the configuration that `dpipe launch` gets."""
+    """One run: the network at full size, and the configuration for `dpipe launch`."""
 
     engine: str
     schedule: str
     wire: str
     network: Network
-    profile: Path  # of the scaled network, which the ranks get
+    profile: Path  # of the scaled network that the ranks use
     config_path: Path
     overrides: tuple[str, ...]
     sweep: "Sweep"
@@ -122,7 +120,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Equal for runs that would measure the same."""
+        """Equal for cells with the same measurement."""
         sweep, config = self.sweep, self.config
         device = (device_name(config),) if sweep.venue == "local" else ()
         return key_of(
@@ -147,8 +145,8 @@ def shape_of(config: Config) -> str:
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
-    """All cells; the profiles of their scaled networks are written into `work`. Raises what
-    checking a cell's configuration raises.
+    """All cells. Writes the profiles of their scaled networks into `work`. Raises the first error
+    of a cell's configuration.
     """
     path = ROOT / sweep.config
     base = load(path)
@@ -194,7 +192,7 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
 
 
 def _on_networks(sweep: Sweep, work: Path) -> Iterator[tuple[Runs, Network, Path]]:
-    """Each block with each of its networks, and the profile of that network, scaled."""
+    """Each block with each of its networks, and the path of the scaled profile."""
     for runs in sweep.run:
         if sweep.venue == "local":
             yield runs, Network(), work
@@ -209,7 +207,7 @@ def _on_networks(sweep: Sweep, work: Path) -> Iterator[tuple[Runs, Network, Path
 
 
 def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
-    """The keys of a replay that are bytes, divided by `scale`; those left at their default stay."""
+    """The byte counts of `replay` divided by `scale`; those left at their default are left out."""
     replay = config.replay
     sizes: dict[str, int | list[int]] = {"message_bytes": replay.message_bytes // scale}
     if config.tensor_parallel.size > 1:
@@ -222,8 +220,8 @@ def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
 
 
 def scaled(network: Network, scale: int, *, windows: bool) -> Network:
-    """A slower network. TCP `windows` are divided only where software imitates them: a kernel's
-    cannot be.
+    """A slower network. TCP `windows` are divided only with shaping in software: the kernel's
+    cannot be changed.
     """
 
     def slower(link: Link) -> Link:
@@ -234,7 +232,7 @@ def scaled(network: Network, scale: int, *, windows: bool) -> Network:
 
 
 def stated(network: Network) -> dict[str, Any]:
-    """A network as a profile's table."""
+    """A network as the table of a profile."""
     top = {} if network.default is None else _keys(network.default)
     links = [
         {"from": source, "to": target, **_keys(link)}
@@ -259,7 +257,7 @@ def as_profile(network: Network) -> str:
 
 
 def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
-    """Seconds a step without the first one, and what was measured of the network."""
+    """Seconds per step without the first one, and the measured network."""
     observed = at.become(cell.profile)
     try:
         rows = trained(cell.engine, cell.config_path, cell.overrides, at, timeout_s)
@@ -276,7 +274,9 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
 
 
 def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
-    """The GPUs in the last step's row: the largest peak of memory, mean use, and MFU, if known."""
+    """GPU metrics of the last step's row: largest memory peak, mean utilisation, and MFU if
+    known.
+    """
     uses = [*row.get("gpu_use_percent", {}).values()]
     return {
         "memory_gb": round(max(row["gpu_memory_mb"].values()) / 1e3, 2),
@@ -296,8 +296,8 @@ def usual(seconds: list[float], config: Config) -> float:
 
 
 def check_rounds(config: Config) -> None:
-    """Raises `ConfigError` if the steps that are counted, all but the first, hold no whole round of
-    local SGD.
+    """Raises `ConfigError` if the counted steps, all but the first, contain no whole round of local
+    SGD.
     """
     data_parallel, counted = config.data_parallel, config.train.steps - 1
     if (
@@ -313,8 +313,8 @@ def check_rounds(config: Config) -> None:
 
 
 def difference_of_losses(cell: Cell, at: Venue) -> float | None:
-    """The largest difference from our losses when that engine trains a small GPT; None for our own.
-    Raises if it learns something else.
+    """The largest difference from our losses when the cell's engine trains a small GPT; None for
+    dpipe. Raises if it is too large.
     """
     if cell.engine == "dpipe":
         return None
@@ -329,12 +329,12 @@ def difference_of_losses(cell: Cell, at: Venue) -> float | None:
 
 
 def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]:
-    """The columns of the table, with the prediction of the day, and where they are from. A network
-    of unlike links has no one delay and bandwidth.
+    """The columns of the table with today's prediction, and the origin of the measurement. Without
+    a single delay and bandwidth for a network whose links differ.
     """
     config = cell.config
     prediction, stages = forecast(config), config.pipeline.stages
-    local = cell.sweep.venue == "local"  # nothing is known of it to predict from
+    local = cell.sweep.venue == "local"  # there is no network to predict for
     link = None if cell.network.links or local else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
@@ -367,7 +367,7 @@ def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]
 
 
 def laid_out(config: Config) -> dict[str, Any]:
-    """The keys by which the tables of layouts find a line."""
+    """The keys by which the tables of layouts look up a line."""
     return {
         "device": device_name(config),
         "gpus": gpus_needed(config),
@@ -381,8 +381,8 @@ def laid_out(config: Config) -> dict[str, Any]:
 
 
 def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> int:
-    """Measure the cells that `results` lacks, `most` at most; returns how many failed. A failure
-    does not stop the others.
+    """Measure at most `most` cells that `results` lacks; returns the number of failures, which do
+    not stop the others.
     """
     all_cells, keys = list(cells(sweep, work)), {line["key"] for line in whole_lines(results)}
     missing = [(index, cell) for index, cell in enumerate(all_cells, 1) if cell.key not in keys]
@@ -410,9 +410,7 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
 
 
 def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
-    """The cells that the GPUs of this machine are enough for. Raises `ConfigError` where they are
-    for none.
-    """
+    """The cells for which this machine has enough GPUs. Raises `ConfigError` if there are none."""
     num_gpus = torch.cuda.device_count()
     fitting_cells = [
         (number, cell) for number, cell in missing if gpus_needed(cell.config) <= num_gpus
@@ -440,7 +438,7 @@ def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
     "--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl."
 )
 @click.option(
-    "--most", type=click.IntRange(min=1), help="Measure so many cells at most, then stop."
+    "--most", type=click.IntRange(min=1), help="Measure at most this many cells, then stop."
 )
 def main(file: Path, results: Path | None, most: int | None) -> None:
     try:

@@ -67,28 +67,26 @@ MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
 WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
 REPLICATED_WAYS = [("dpipe", "auto"), (LOCAL_SGD_ENGINE, "auto")]
-PAGE_WIRES = ("fp32", "bf16")  # of the table that README shows
-# By the table's name, the configuration's.
+PAGE_WIRES = ("fp32", "bf16")  # of the table in README
+# The wire formats of a configuration, by their names in the tables.
 WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}
 
-# Four replicas: the published system reduces to one of them and broadcasts back, and overlaps
-# nothing.
+# Four replicas: the published system reduces to one of them and broadcasts back, without overlap.
 PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
 CENTRAL, ALL_REDUCE, LOCAL_SGD = "central", "all-reduce", "local-sgd"
-INNER_STEPS = 100  # of local SGD, between two steps at which replicas agree
+INNER_STEPS = 100  # of local SGD, between two exchanges
 PIECE_BYTES = Parameter("piece that a reduce passes on", 2**22, "bytes", "nominal: NCCL's buffer")
 PARAMETERS = (*micro_batches.PARAMETERS, PIECE_BYTES)
-NUM_PARTS = 16  # of a stage, in dpipe's own exchanges
+NUM_PARTS = 16  # of a stage, for dpipe's own exchanges
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train on one network; seconds a step. `published_s` is what the source says of
-    that very system, `predicted_s` what today's simulator says, `predicted_that_day_s` what it said
-    before the system was measured.
+    """One system on one network; seconds per step. `published_s` is from the source, `predicted_s`
+    from today's simulator, `predicted_that_day_s` from the simulator before the measurement.
     """
 
-    delay_ms: float | None  # None where the links of a network differ
+    delay_ms: float | None  # None if the links of the network differ
     bandwidth_gbps: float | None
     data_parallel: int
     engine: str
@@ -120,7 +118,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far what happened is from what is predicted today, in percent."""
+        """The difference of the measurement from today's prediction, in percent."""
         return self._error_of(self.predicted_s)
 
     @property
@@ -138,7 +136,7 @@ FIELDS = tuple(field.name for field in fields(Row))
 
 
 def published(name: str) -> list[Row]:
-    """The source's rows: a pipeline alone, and with a parameter server beside it."""
+    """The source's rows: a pipeline alone, and with a parameter server."""
     source = TABLES[0] if name == NETWORKS else name
     with (ROOT / f"scripts/published/{source}.csv").open(encoding="utf-8") as lines:
         return [
@@ -163,8 +161,8 @@ def published_network(row: Row) -> Network:
     """The network of the published table that a row stands for. Systems are compared on the same
     frames; what was measured in a lab had its own (`measured_network`).
 
-    The published system's messages find its sockets quiet, and these have no window of their own:
-    the window of the profile says as much, deduced from the last row of the table.
+    The published system's messages find its sockets idle, and these have no window limit: the
+    window of the profile was deduced from the last row of the table for the same effect.
     """
     network = load_network(profile_of(row))
     if row.engine == "published":
@@ -198,9 +196,9 @@ def with_prediction(
     num_stages: int = NUM_STAGES,
     order: Sequence[str] = (),
 ) -> Row:
-    """The simulated step time, on the published network unless given; that, the stage times and
-    whether a vote is waited for (`ballots`) are all that goes in. `order` is what "auto" had found
-    when the row was measured; without it, it searches.
+    """The simulated step time, by default on the published network. It depends only on the network,
+    the stage times and whether ranks wait for a vote (`ballots`). `order` is the schedule that
+    "auto" had found when the row was measured; without it, auto searches again.
     """
     network = network or published_network(row)
     network.check(num_stages * row.data_parallel)
@@ -225,7 +223,7 @@ def with_prediction(
 
 
 def cost_of(wire: str, num_stages: int = NUM_STAGES) -> Cost:
-    """The calibrated stages, or the first of them, with `wire` between them and between their
+    """The calibrated stages, or the first few, with `wire` between them and between their
     replicas.
     """
     message = wire_bytes(WIRES[wire], MESSAGE_VALUES)
@@ -259,14 +257,13 @@ def simulated(name: str) -> list[Row]:
 
 
 def in_training(row: Row) -> Row:
-    """With the prediction of a training with the default settings: every step waits for a vote."""
+    """With the prediction for the default settings, in which every step waits for a vote."""
     network = published_network(row)
     return with_prediction(row, network, network)
 
 
 def measured(name: str, mode: str, results: Path) -> list[Row]:
-    """The lines of `mode` that scripts/sweep.py has written, after the published rows to compare
-    with.
+    """The lines of `mode` that scripts/sweep.py has written, after the published rows.
 
     Networks whose links differ are not in this table. Raises `ConfigError` if there is no line.
     """
@@ -285,9 +282,7 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
-    """The lines that scripts/sweep.py has written, if any. Raises `ConfigError` naming a damaged
-    line.
-    """
+    """The result lines of scripts/sweep.py, if any. Raises `ConfigError` naming a damaged line."""
     lines = results.read_text("utf-8").splitlines() if results.exists() else []
     return [_parsed(line, f"{results}, line {number}") for number, line in enumerate(lines, 1)]
 
@@ -308,8 +303,8 @@ def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = No
 
 
 def row_of(line: dict[str, Any]) -> Row:
-    """With the prediction of its day and today's; the same where it was no pipeline of this
-    table's.
+    """With the prediction of its day and today's; they are the same if it is not a pipeline of this
+    table.
     """
     row = Row(**{key: line.get(key) for key in FIELDS})
     row = replace(row, predicted_that_day_s=row.predicted_s)
@@ -324,8 +319,8 @@ def row_of(line: dict[str, Any]) -> Row:
 
 
 def schedule_in(order: Sequence[str]) -> Schedule:
-    """By rank the letters of its computations, such as FFBFBB, each in the order of micro-batches:
-    one stage a rank.
+    """By rank the letters of its computations, such as FFBFBB, in the order of micro-batches, with
+    one stage per rank.
     """
     programs = []
     for stage, letters in enumerate(order):
@@ -335,7 +330,7 @@ def schedule_in(order: Sequence[str]) -> Schedule:
 
 
 def order_of(schedule: Schedule) -> list[str] | None:
-    """The inverse of `schedule_in`; None for a schedule that letters do not say."""
+    """The inverse of `schedule_in`; None for a schedule that letters cannot express."""
     programs = [[a for a in program if a.op in COMPUTE] for program in schedule.programs]
     order = ["".join(action.op for action in program) for program in programs]
     said = schedule_in(order).programs
@@ -343,8 +338,8 @@ def order_of(schedule: Schedule) -> list[str] | None:
 
 
 def measured_ballots(line: dict[str, Any], network: Network) -> Network | None:
-    """The network that the votes of a measured line crossed. The first lines do not say that
-    nothing was clipped, and so waited for no vote.
+    """The network that the votes of a measured line crossed. The oldest lines have no clip_norm:
+    nothing was clipped, so no rank waited for a vote.
     """
     if not line.get("clip_norm", 0):
         return None
@@ -362,8 +357,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def as_predicted_and_measured(rows: Sequence[Row]) -> str:
-    """One line a network and pipeline: what was predicted that day, and today where that differs,
-    beside what was measured; seconds a step.
+    """One line per network and pipeline: the prediction of that day, today's if it differs, and the
+    measurement; seconds per step.
     """
     beside = {row.network: row.published_s for row in rows if row.published_s is not None}
     measured = {(*_pipeline(row), row.wire): row for row in rows if row.measured_s is not None}
@@ -396,7 +391,7 @@ def _predicted_and_measured(row: Row | None) -> list[str]:
 
 
 def note(rows: Sequence[Row]) -> str:
-    """What the errors of the published system's rows come to, but for the fitted one."""
+    """A summary of the errors of the published system's rows, without the fitted one."""
     _, *others = [row for row in rows if row.engine == "published"]
     errors = [abs(row.error) for row in others if row.error is not None]
     mean = sum(errors) / len(errors)
@@ -407,7 +402,7 @@ def note(rows: Sequence[Row]) -> str:
 
 
 def as_comparison(rows: Sequence[Row]) -> str:
-    """One line a network, one column a system: seconds a step, measured, else published, else
+    """One line per network, one column per system: seconds per step, measured, else published, else
     predicted.
     """
     systems = list(dict.fromkeys(row.label for row in rows))
@@ -421,7 +416,7 @@ def as_comparison(rows: Sequence[Row]) -> str:
 
 
 def _compared(row: Row) -> str:
-    """What happened, and how far that is from the prediction: of the day, and of today where it
+    """The measurement, and its difference from the prediction of the day, and from today's if that
     differs.
     """
     said = _percent(row.error)
@@ -460,7 +455,7 @@ def as_json(rows: Iterable[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A line a system over the networks: measured, else published, else predicted."""
+    """One line per system over the networks: measured, else published, else predicted."""
     axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
@@ -492,7 +487,7 @@ def layouts_text(
     png: Path | None,
     pages: Sequence[Path],
 ) -> str:
-    """A table of `tables`: simulated, or measured where its layouts can be run."""
+    """A table of `tables`: simulated, or measured if its layouts can be run."""
     table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
     if mode not in table.MODES:
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
@@ -530,7 +525,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _drawable(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
-    """Checked here, so that a mistake does not show only after minutes of simulation."""
+    """Checks the path before the minutes of simulation."""
     if path is not None and not (path.suffix == ".png" and path.parent.is_dir()):
         raise click.BadParameter(f"{path} must end in .png and be in a folder that exists")
     return path

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Every way to spread a tiny model over ranks, beside one process: how far the losses of three
-steps are apart.
+"""Every way to spread a tiny model over ranks, compared with one process: the largest difference of
+the losses of three steps.
 
     scripts/tensor_product.py     tensor_parallel.size 1, 2, 4 x stages 1, 2 x sequence x recompute
                                   x GPT, BERT
 
 The ranks are threads of this process over real links and gloo; dropout is on, but where attention
 cores are run again: torch's checkpoint sets the random numbers of the process, which threads share.
-Exits with 1 where a run is further from one process than 1e-5, relative. The tests hold some of
-these; this is all of them, some minutes of two cores.
+Exits with 1 if a run differs from one process by more than 1e-5, relative. The tests have some of
+these layouts; all of them take some minutes on two cores.
 """
 
 import itertools
@@ -144,7 +144,7 @@ def main() -> None:
         for arrangement in arrangements():
             run_losses = losses(configured(arrangement, folder))
             kind = arrangement.layers, arrangement.dropout
-            expected = alone.setdefault(kind, run_losses)  # the first of a kind is one process
+            expected = alone.setdefault(kind, run_losses)  # the first of each kind is one process
             apart = max(abs(a - b) / b for a, b in zip(run_losses, expected, strict=True))
             worst = max(worst, apart)
             print(f"{arrangement}  {apart:.1e}", flush=True)

@@ -1,6 +1,4 @@
-"""Runs that scripts start to measure something, and the files of JSON lines that hold the
-results.
-"""
+"""Runs that scripts start to measure something, and their results as files of JSON lines."""
 
 import hashlib
 import json
@@ -28,7 +26,7 @@ TableT = TypeVar("TableT", bound=BaseModel)
 
 
 def read_table(form: type[TableT], path: Path) -> TableT:
-    """A TOML file as `form`. Raises `ConfigError` naming the file and what is wrong in it."""
+    """Read a TOML file as `form`. Raises `ConfigError` naming the file and the mistake."""
     file = f"{form.__name__.lower()} file {path}"
     try:
         return form.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -51,11 +49,11 @@ def run_to_end(
     module: Sequence[str] = ("dpipe", "train"),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Run all ranks of a configuration; returns the rows of its metrics. Removes an earlier run in
-    the same folder.
+    """Run all ranks of a configuration; returns its rows of metrics. An earlier run in the same
+    folder is deleted.
 
-    Raises `RunError` with the last lines of a failed run, and `KeyboardInterrupt` if it was stopped
-    early.
+    Raises `RunError` with the last lines of a failed run, and `KeyboardInterrupt` if the run was
+    interrupted.
     """
     config = load(config_path, tuple(overrides))
     folder = Path(config.run.folder)
@@ -74,7 +72,7 @@ def run_to_end(
         quiet=True,
     )
     if STOPPING in messages:
-        # The launcher took the signal. The exit code alone is that of a run that ended well.
+        # The launcher has handled the signal, and its exit code is that of a successful run.
         raise KeyboardInterrupt
     if code != 0:
         raise RunError("\n".join(["the run has failed:", *messages]))
@@ -82,7 +80,7 @@ def run_to_end(
 
 
 def whole_lines(results: Path) -> list[dict[str, Any]]:
-    """All complete lines; one that was cut short is removed from the file."""
+    """All complete lines. A last line that was cut short is removed from the file."""
     if not results.exists():
         return []
     text = results.read_text(encoding="utf-8")
@@ -103,8 +101,8 @@ def append(results: Path, line: dict[str, Any]) -> None:
 
 
 def key_of(config: Config, *parts: Any) -> str:
-    """Equal for runs of equal settings, wherever their files are, and whatever defaults are added
-    later.
+    """Equal for runs with equal settings. Paths do not count, nor do keys that are not set, so that
+    a new key changes no existing result.
     """
     files = {"transport": {"shape"}, "predict": {"network"}, "run": {"folder"}, "node": True}
     settings = config.model_dump(mode="json", exclude=files, exclude_unset=True)
@@ -112,11 +110,11 @@ def key_of(config: Config, *parts: Any) -> str:
 
 
 def commit_of_tree() -> str:
-    """Empty if git does not know it."""
+    """The commit of the working tree, with "-dirty" if it is changed; empty if git is missing."""
     argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(
             argv, cwd=ROOT, capture_output=True, text=True, timeout=60
         ).stdout.strip()
-    except FileNotFoundError:  # a cell that has been measured is not lost for want of git
+    except FileNotFoundError:  # a missing git must not lose a measurement
         return ""

@@ -1,7 +1,7 @@
-"""Where the ranks of a sweep's cell run, and what shapes their network.
+"""Where the ranks of a sweep's cell run, and how their network is shaped.
 
-local     processes of this machine, on its GPUs if the configuration says so; unshaped
-shaped    processes of this machine behind the shaped transport; needs no root
+local     processes on this machine, and on its GPUs if configured; not shaped
+shaped    processes on this machine with the shaped transport; needs no root
 lab       each rank on a host of a `netem lab`: the kernel's TCP over shaped links
 """
 
@@ -19,7 +19,7 @@ from dpipe.network.profile import load_network
 from netem import lab, measure
 
 Kind = Literal["local", "shaped", "lab"]
-_PORT = 7000  # the hosts of a lab have nothing else on it
+_PORT = 7000  # free, because nothing else runs on the hosts of a lab
 
 
 class Venue(Protocol):
@@ -27,12 +27,12 @@ class Venue(Protocol):
     environ: Mapping[str, str]
 
     def become(self, profile: Path) -> dict[str, Any] | None:
-        """Change to the network of `profile`; returns the measured link from host 0 to 1, or None
-        if there is nothing to measure.
+        """Switch to the network of `profile`; returns the measured link from host 0 to 1, or None
+        if there is no such link.
         """
 
     def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs `argv` as `rank`."""
+        """The command that runs `argv` where `rank` runs."""
 
 
 class ThisMachine:
@@ -56,7 +56,7 @@ class InLab:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        # Else gloo looks up the host's name, which is the same on all hosts of a lab.
+        # By default gloo looks up the host's name, which is the same on all hosts of a lab.
         return {"GLOO_SOCKET_IFNAME": "eth0"}
 
     def become(self, profile: Path) -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ class InLab:
 
 
 def overrides(kind: Kind, profile: Path) -> tuple[str, ...]:
-    """The overrides by which a configuration finds its network."""
+    """The overrides that give a configuration its network."""
     path = json.dumps(str(profile))
     match kind:
         case "local":
@@ -87,7 +87,7 @@ def overrides(kind: Kind, profile: Path) -> tuple[str, ...]:
 
 @contextmanager
 def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str] = ()) -> Iterator[Venue]:
-    """A lab stays up as long as the block runs. Raises `NetemError` if it cannot be made."""
+    """A lab is up only within the block. Raises `NetemError` if it cannot be made."""
     if kind != "lab":
         yield ThisMachine()
         return

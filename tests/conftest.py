@@ -16,8 +16,7 @@ from netem.router import MODULES
 pytest_plugins = ["support.whole_runs"]
 GOLDEN = Path(__file__).parent / "golden"
 
-# How long an example takes says how busy the machine is: a first one at 0.8 s under load, the same
-# again at 0.3 ms.
+# The time of an example depends on the load of the machine: one took 0.8 s at first, then 0.3 ms.
 hypothesis.settings.register_profile(
     "dpipe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -33,12 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """scripts/test finds the files of these marks by their text, and collects no others."""
+    """scripts/test finds the files with these marks by their text, and collects no others."""
     text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
     for item in items:
         for mark in ("alone", "lab", "gpu", "stand_in"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
                 raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
+    # The longest first: at the end of a parallel run nothing else would be left beside it.
+    items.sort(key=lambda item: item.get_closest_marker("lab") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -73,7 +74,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(scope="session")
 def possible() -> None:
-    """A lab can be made here; where it cannot, that is a failure and not a silence."""
+    """Fails if a lab cannot be made here, instead of skipping silently."""
     if os.environ.get("DPIPE_NO_LAB") == "1":
         pytest.skip("DPIPE_NO_LAB=1: labs are not tested")
     missing = ["root"] if os.geteuid() else []

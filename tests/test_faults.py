@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them, in processes: stopped, killed, resumed, and under torchrun."""
+"""Whole runs in processes, as a user starts them: stopped, killed, resumed, and under torchrun."""
 
 import json
 import os
@@ -16,8 +16,6 @@ from support.small_job import TEXT, small_toml
 
 from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
-
-pytestmark = pytest.mark.alone
 
 DPIPE = (sys.executable, "-m", "dpipe")
 Process = subprocess.Popen[str]
@@ -45,7 +43,7 @@ def job(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """Starts a command in `tmp_path`; whatever is left of it at the end is killed."""
+    """Starts commands in `tmp_path`, and kills those that still run at the end."""
     started: list[Process] = []
 
     def popen(*words: str) -> subprocess.Popen[str]:
@@ -103,6 +101,7 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     )
 
 
+@pytest.mark.alone
 def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
     launcher = start(*DPIPE, "launch", str(job()), "-n", "3")
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
@@ -122,7 +121,7 @@ def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -
 def replicas(
     kind: str, job, start, *settings: str, stages: int = 1, last: Sequence[str] = DPIPE
 ) -> list[Process]:
-    """All ranks of two replicas, of which the last runs the program `last`."""
+    """Start all ranks of two replicas; the last rank runs the program `last`."""
     place = ("--world-size", str(2 * stages), "--coordinator", f"127.0.0.1:{free_port()}")
     given = (
         "data_parallel.replicas=2",
@@ -143,7 +142,9 @@ def replicas(
 def assert_stopped_by_the_loss_of(
     last: int, others: Sequence[Process], killed_at: float, tmp_path: Path
 ) -> int:
-    """Within 10 s, all of them naming it; the step of the newest checkpoint, which is whole."""
+    """They stop within 10 s and name the lost rank; returns the step of the newest checkpoint,
+    which must be whole.
+    """
     errors = [other.communicate(timeout=20)[1] for other in others]
     assert time.monotonic() - killed_at < 10
     assert [other.returncode for other in others] == [1] * len(others)
@@ -156,11 +157,12 @@ def assert_stopped_by_the_loss_of(
     return kept.step
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stages"), [("all-reduce", 2), ("sharded", 1)])
 def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
     kind: str, stages: int, job, start, tmp_path: Path
 ) -> None:
-    """Over links so slow that a step is nearly all exchange."""
+    """Over links so slow that a step is mostly exchange."""
     (tmp_path / "slow.toml").write_text("delay_ms = 1\nbandwidth_gbps = 0.004\n")
     *others, last = replicas(kind, job, start, "transport.shape=slow.toml", stages=stages)
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, last)
@@ -186,6 +188,7 @@ main()
 """
 
 
+@pytest.mark.alone
 def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(
     job, start, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What `import dpipe` gives, pinned: taking a name away breaks somebody's program."""
+"""The public names of `import dpipe`: removing one breaks users' programs."""
 
 import inspect
 import subprocess

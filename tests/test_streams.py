@@ -1,4 +1,4 @@
-"""Streams: what is queued where, and who waits for whom; on a GPU that they overlap."""
+"""Streams: what is queued on which, what waits for what; on a GPU, that they overlap."""
 
 import time
 
@@ -9,7 +9,7 @@ from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 from dpipe.streams import HOST, CudaStreams, streams_of
 
 
-def test_host_is_where_no_gpu_is_asked_for() -> None:
+def test_streams_are_on_the_host_without_a_gpu() -> None:
     assert streams_of("cpu") is HOST
 
 
@@ -53,11 +53,11 @@ def test_waiting_on_the_host_ends_at_its_deadline() -> None:
         streams.block(streams._cuda.Event(enable_timing=True), 0.05)
 
 
-def test_use_of_a_device_is_what_its_driver_says() -> None:
+def test_utilisation_of_a_device_is_from_its_driver() -> None:
     assert (ThreadedStreams(FakeCuda()).use_percent(), HOST.use_percent()) == (83, None)
 
 
-def test_driver_that_tells_no_use_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_driver_without_utilisation_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     class Silent(FakeCuda):
         def utilization(self, device: torch.device) -> int:
             raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
@@ -78,7 +78,7 @@ def test_marks_of_a_device_are_on_the_clock_of_the_host() -> None:
 
 
 def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
-    """CUDA promises how much later an event was than another, but no negative times."""
+    """CUDA gives the time between an event and a later one, but no negative times."""
     streams = ThreadedStreams(FakeCuda())
     first = streams.mark()
     time.sleep(0.02)

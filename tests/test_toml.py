@@ -1,4 +1,4 @@
-"""Values as TOML writes them are read as they were."""
+"""Values that are written as TOML are read back unchanged."""
 
 import tomllib
 from datetime import date

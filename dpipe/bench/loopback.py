@@ -92,7 +92,9 @@ def loopback_of(
     more_cpu_s = max(0.0, large_cpu_s - small_cpu_s)
     more_bytes = num_bytes - SMALL_BYTES
     more_mb = more_bytes / 1e6
-    delay_ms = small_s * 1e3
+    # Both ends work on a message one after the other: what is left is nobody's processor time.
+    delay_s = max(0.0, small_s - 2 * small_cpu_s)
+    delay_ms = delay_s * 1e3
     gbps = more_mb * 8e-3 / moving_s
     link = Link(delay_ms=delay_ms, bandwidth_gbps=gbps)
     message_us = small_cpu_s * 1e6

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from dpipe.cli.options import CONFIG, JSON, OVERRIDE, RUN, TRUST_CODE, show
+from dpipe.cli.options import CONFIG, JSON, MACHINES, OVERRIDE, RUN, TRUST_CODE, show
 from dpipe.schedule.generate import GENERATORS, who_take
 
 
@@ -14,14 +14,16 @@ from dpipe.schedule.generate import GENERATORS, who_take
 @click.option(
     "--network",
     type=click.Path(dir_okay=False),
-    help="A network profile; default: predict.network.",
+    help="A network profile, or a file of machines; default: predict.network.",
 )
+@MACHINES
 @JSON
 @TRUST_CODE
 def simulate(
     config: str,
     overrides: tuple[str, ...],
     network: str | None,
+    machines: tuple[str, ...],
     as_json: bool,
     trust_code: bool,
 ) -> None:
@@ -34,6 +36,7 @@ def simulate(
     """
     from dpipe.plan.text import forecast_text
 
+    overrides += machines
     show(forecast_text(config, overrides, network, as_json, trust_code=trust_code))
 
 

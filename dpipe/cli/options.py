@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from dpipe.errors import RunError
+from dpipe.toml import to_toml
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +24,23 @@ OVERRIDE = click.option(
     multiple=True,
     metavar="KEY=VALUE",
     help="Override one key of the configuration, such as -o train.steps=100; may be repeated.",
+)
+
+
+def _as_override(
+    _context: click.Context,
+    _parameter: click.Parameter,
+    path: str | None,
+) -> tuple[str, ...]:
+    # Quoted: a bare path such as 3.toml would be read as a value of another type.
+    return () if path is None else (f"predict.machines={to_toml(path)}",)
+
+
+MACHINES = click.option(
+    "--machines",
+    type=click.Path(dir_okay=False),
+    callback=_as_override,
+    help="A file of machines; default: predict.machines.",
 )
 TRUST_CODE = click.option(
     "--trust-code",

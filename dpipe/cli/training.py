@@ -6,12 +6,21 @@ from typing import Any
 
 import click
 
-from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, TRUST_CODE, NumberRange, resuming
+from dpipe.cli.options import (
+    CONFIG,
+    MACHINES,
+    MAX_WAIT_S,
+    OVERRIDE,
+    TRUST_CODE,
+    NumberRange,
+    resuming,
+)
 
 
 @click.command()
 @CONFIG
 @OVERRIDE
+@MACHINES
 @click.option("--rank", type=click.IntRange(min=0), help="This process's rank.")
 @click.option("--world-size", type=click.IntRange(min=1), help="Number of ranks in all.")
 @click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
@@ -23,7 +32,7 @@ from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, TRUST_CODE, NumberRa
 )
 @TRUST_CODE
 @resuming
-def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
+def train(config: str, overrides: tuple[str, ...], machines: tuple[str, ...], **flags: Any) -> None:
     """Train one rank in this process.
 
     Without --rank, --world-size and --coordinator, the environment of torchrun or Slurm says which
@@ -40,12 +49,13 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """
     from dpipe.run.api import train as train_here
 
-    train_here(config, overrides=overrides, show=True, **flags)
+    train_here(config, overrides=overrides + machines, show=True, **flags)
 
 
 @click.command()
 @CONFIG
 @OVERRIDE
+@MACHINES
 @click.option(
     "-n",
     "num_ranks",
@@ -54,7 +64,9 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 )
 @TRUST_CODE
 @resuming
-def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
+def launch(
+    config: str, overrides: tuple[str, ...], machines: tuple[str, ...], **flags: Any
+) -> None:
     """Train all ranks as processes of this machine.
 
     The first Ctrl-C writes a checkpoint and stops all of them; a second one kills them.
@@ -67,6 +79,7 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     from dpipe.run.start import launch_ranks
 
     # To standard error: standard output is rank 0's.
+    overrides += machines
     sys.exit(
         launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags)
     )

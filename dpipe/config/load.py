@@ -100,7 +100,8 @@ class Config(Section):
     @property
     def network_profile(self) -> str | None:
         """The network that a prediction assumes; None is loopback."""
-        return self.predict.network or self.transport.shape
+        predict = self.predict
+        return predict.network or predict.machines or self.transport.shape
 
     @property
     def counts_headers(self) -> bool:

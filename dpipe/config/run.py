@@ -180,7 +180,12 @@ class PredictConfig(Section):
     """What the simulator assumes before anything was measured."""
 
     network: str | None = None
-    """A network profile (TOML). Left out: that of transport.shape, or else loopback."""
+    """A network profile (TOML), or a file of machines. Left out: the links of predict.machines,
+    else the profile of transport.shape, else loopback."""
+
+    machines: str | None = None
+    """A file of machines (TOML), as `dpipe measure` writes it: what layers take on each, and the
+    links between them. Ranks sit in its order. Left out: all ranks are alike."""
 
     gflops: Positive = 20.0
     """10^9 floating-point operations a second of one rank."""

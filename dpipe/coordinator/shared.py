@@ -36,4 +36,7 @@ CHECKPOINT_FOUND = Schema[int](Count)  # its step
 PLACE = Schema[Place](Place)
 EMBEDDED = Schema[Embedded](Embedded)
 STORE_PORT = Schema[int](Port)  # of the store of a torch.distributed group
-MACHINE = Schema[tuple[str, int]](tuple[Text, Count])  # hostname and cores
+# Hostname, and the numbers of the cores that the rank may use.
+MACHINE = Schema[tuple[str, list[int]]](
+    tuple[Text, Annotated[list[Count], Field(min_length=1, max_length=1 << 16)]]
+)

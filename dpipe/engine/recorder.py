@@ -58,6 +58,11 @@ class _Timing(AbstractContextManager[None]):
         self._notes.append(note)
 
 
+def _others_cpu_ns() -> int:
+    """Processor time of this process's other threads."""
+    return time.process_time_ns() - time.thread_time_ns()
+
+
 class Recorder:
     """Collects spans, on this process's `time.perf_counter_ns`. Used by one thread.
 
@@ -83,12 +88,14 @@ class Recorder:
         the action that this rank is at.
         """
         start = self._streams.mark()
+        others_ns = _others_cpu_ns()
         try:
             yield
         finally:
             if self.action is not None:
                 end = self._streams.mark()
-                note = _Note(Lane.TENSOR, self.action, start, end, num_bytes=num_bytes)
+                cpu_ns = _others_cpu_ns() - others_ns
+                note = _Note(Lane.TENSOR, self.action, start, end, cpu_ns, num_bytes)
                 self._notes.append(note)
 
     @contextmanager

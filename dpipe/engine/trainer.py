@@ -29,6 +29,7 @@ from dpipe.engine.update import Update, Verdict, learning_rate
 from dpipe.errors import TransferError
 from dpipe.ranks import ParallelRanks
 from dpipe.report.metrics import Metrics
+from dpipe.report.processor_time import cpu_now
 from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
@@ -89,6 +90,9 @@ class Trainer:
         self._timers = Timers()
         # How long each step took whose verdict is not known yet.
         self._step_s: dict[int, float] = {}
+        # When the step began by what it is timed from: where the one before was timed, so that the
+        # log of that one is in it.
+        self._began = time.perf_counter()
 
     def run(self) -> bool:
         """Train. Returns whether it stopped before the end; every rank stops after the same
@@ -97,6 +101,7 @@ class Trainer:
         job = self.job
         stopped = False
         self._evaluate()
+        self._began = time.perf_counter()
         while self.next_step < job.train.steps and not stopped:
             stopped = self._one_step(self.next_step)
             self.next_step += 1
@@ -105,10 +110,12 @@ class Trainer:
             evaluates = self._is_due(job.train.eval_every) and not stopped
             if ended or evaluates:
                 self._evaluate()
+                self._began = time.perf_counter()
             if ended or stopped or self._is_due(job.run.checkpoint_every):
                 # Verdicts first: a step that was not finite must not be saved.
                 stopped |= self._hear_verdicts()
                 self._save()
+                self._began = time.perf_counter()
         if self._traces:
             self._upload_traces()
         return self.next_step < job.train.steps
@@ -133,37 +140,41 @@ class Trainer:
     def _one_step(self, step: int) -> bool:
         """One step; returns whether the ranks have agreed to stop."""
         job = self.job
-        # From here: what a user waits for has the reading of data in it.
-        began = time.perf_counter()
+        cpu_began = cpu_now()
+        vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step)
-        with job.recorder.part("batch-generator"):
+        with job.recorder.part("batch-generator"), job.recorder.span(Lane.BETWEEN, vote):
             batch = job.feed.training(step)
         result = job.executor.run(job.schedule, batch)
-        verdict = self._vote_and_step(step, began, result)
+        verdict = self._vote_and_step(step, result)
         # Again: the optimizer step may have exchanged parameters since the vote's report.
         self._record_exchange()
         # Onto rank 0's clock, so that the spans of all ranks make one timeline.
         clock_us = job.coordinator.clock_offset_ns / 1e3
         own_spans = (*result.spans, *job.recorder.take())
         spans = tuple(span.later(clock_us) for span in own_spans)
-        self._traces.append(StepSpans(step, spans))
         self._timers.add(spans, job.recorder.take_parts())
-        self._step_s[step] = time.perf_counter() - began
-        if verdict is None:
-            return False
-        self._log(verdict)
-        return verdict.stop
+        now = time.perf_counter()
+        self._step_s[step] = now - self._began
+        self._began = now
+        if verdict is not None:
+            # Its span is among those of the next step, which begins this much later.
+            with job.recorder.span(Lane.BETWEEN, vote):
+                self._log(verdict)
+        cpu = cpu_now().since(cpu_began)
+        self._traces.append(StepSpans(step, spans, cpu))
+        return verdict is not None and verdict.stop
 
-    def _vote_and_step(self, step: int, began: float, result: StepResult) -> Verdict | None:
+    def _vote_and_step(self, step: int, result: StepResult) -> Verdict | None:
         """The end of the program; returns the newest verdict that is known."""
         job = self.job
         vote, *steps = job.schedule.vote_and_steps(job.here.pp_rank)
         with job.executor.doing(vote, job.schedule):
             with job.recorder.span(Lane.UPDATE, vote):
                 gradient = job.update.measure()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - self._began
             report = self._report(step, seconds, result)
             stop = job.wants_stop()
             with job.recorder.span(Lane.WAIT, vote):

@@ -3,6 +3,7 @@ between them. One file, `machines.toml`. No torch.
 
 machine.py  `Machine`, `LayerTime`, `Measurement`, `Cluster`: what the file says
 file.py     from the file, and back
+hosts.py    the network between hosts, of a profile or of such a file
 seats.py    which rank is on which machine, and what a simulation takes of that
 
     machines.toml --load_machines--> Cluster --+--network_of--> Network    links, interfaces

@@ -54,6 +54,16 @@ def load_machines(path: str | Path) -> Cluster:
         raise ProfileError(f"machines file {path}: {error}") from None
 
 
+def lists_machines(path: str | Path) -> bool:
+    """Whether the file is one of machines rather than a network profile. False where it cannot be
+    read: who reads it as a profile says why.
+    """
+    try:
+        return "machine" in parse_toml(read_text(path))
+    except (OSError, ValueError):
+        return False
+
+
 def parse_machines(table: dict[str, Any], default_name: str = "machines") -> Cluster:
     """The cluster of a file's table. Raises `ProfileError` naming the table and the key."""
     refuse_unknown(table, _TOP, "the file")

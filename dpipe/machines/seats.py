@@ -11,11 +11,13 @@ from dpipe.network.link import Host, Interface, Link, Network
 Seats = Sequence[str]  # by rank, the name of its machine
 
 
-def seats_in_order(cluster: Cluster) -> tuple[str, ...]:
-    """One rank for each device, in the order of the file."""
+def seats_in_order(cluster: Cluster, devices_per_seat: int = 1) -> tuple[str, ...]:
+    """One rank for each device, in the order of the file; or for as many devices of one machine as
+    a tensor-parallel group takes.
+    """
     seats: list[str] = []
     for machine in cluster.machines:
-        seats += [machine.name] * machine.devices
+        seats += [machine.name] * (machine.devices // devices_per_seat)
     return tuple(seats)
 
 
@@ -31,31 +33,34 @@ def check_seats(cluster: Cluster, seats: Seats) -> None:
 
 
 def network_of(cluster: Cluster, seats: Seats) -> Network:
-    """The network between ranks. Where two machines have no link, their ranks have none: see
-    `Cluster.check_links`. Errors as of `check_seats`.
+    """The network between ranks; the default link stays its default. Where two machines have no
+    link, their ranks have none: see `Cluster.check_links`. Errors as of `check_seats`.
     """
     check_seats(cluster, seats)
     links: dict[tuple[int, int], Link] = {}
     for source, here in enumerate(seats):
         for target, there in enumerate(seats):
             link = cluster.link(here, there)
-            if source != target and link is not None:
+            if source != target and link is not None and link != cluster.default_link:
                 links[source, target] = link
     interfaces = []
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
         interfaces.append(Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name))
-    return Network(cluster.name, None, links, interfaces=tuple(interfaces))
+    return Network(cluster.name, cluster.default_link, links, interfaces=tuple(interfaces))
 
 
 def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:
-    """The machines whose ranks share cores, where it is known how many there are."""
+    """The machines whose ranks share cores, where it is known how many there are. On a GPU they
+    compute without.
+    """
     check_seats(cluster, seats)
     hosts = []
     for name, ranks in ranks_by_machine(seats).items():
-        cores = cluster.machine(name).cores
+        machine = cluster.machine(name)
+        cores = machine.cores
         if len(ranks) > 1 and cores is not None:
-            hosts.append(Host(ranks, cores))
+            hosts.append(Host(ranks, cores, computes=machine.device.startswith("cpu")))
     return tuple(hosts)
 
 

@@ -1,8 +1,9 @@
 """What lies between ranks: links, what one rank can send in all, and profiles that describe them.
 No torch.
 
-link.py        `Link`, `Network`, `Host`
-egress.py      what one rank sends through one interface, message by message
+link.py        `Link`, `Interface`, `Network`, `Host`
+shared_rate.py messages that share one rate: whose moves, and how fast
+egress.py      what one interface sends, and what it takes in
 in_transit.py  what one rank has sent and has not arrived: egress, then delay
 profile.py     a network profile: one TOML file, four readers
 

@@ -5,8 +5,9 @@ import math
 from itertools import count
 from typing import Generic, TypeVar
 
-from dpipe.network.egress import Egress, Sent
+from dpipe.network.egress import Egress
 from dpipe.network.link import Network
+from dpipe.network.shared_rate import Sent
 
 Item = TypeVar("Item")
 
@@ -35,7 +36,7 @@ class InTransit(Generic[Item]):
     ) -> None:
         # An egress wants its calls in order of time.
         self._end_slots(now_us)
-        self._egress.offer(target, item, num_bytes, now_us)
+        self._egress.offer(self._rank, target, item, num_bytes, now_us)
 
     def arrived(self, now_us: float) -> Sent[Item] | None:
         """Remove and return the next item that has arrived by now; None where there is none."""

@@ -1,9 +1,11 @@
-"""A network as a run sees it: a directed link between any two ranks, and each rank's own egress.
+"""A network as a run sees it: a directed link between any two ranks, and the interfaces of the
+machines that they are on.
 
 A message of n bytes takes n * 8 / bandwidth to put on the wire, and then the link's delay to
-arrive. What a rank sends to several peers at once shares its egress, one message after another
-(`Egress`), because `tc` shapes an interface and not a peer. One TCP connection carries at most one
-window a round trip, whatever the bandwidth.
+arrive. What a machine sends to several peers at once shares its egress, one message after another
+(`Egress`), because `tc` shapes an interface and not a peer; what several send to it shares its
+ingress (`Ingress`). One TCP connection carries at most one window a round trip, whatever the
+bandwidth, and loss keeps that window small.
 """
 
 import math
@@ -57,18 +59,55 @@ class Link:
         """What `connections` carry together: each one window a round trip, which is twice the
         delay, up to the bandwidth.
         """
-        if self.window_bytes is None or self.delay_ms == 0:
+        window_bytes = min(self.window_bytes or math.inf, self.loss_window_bytes)
+        if math.isinf(window_bytes) or self.delay_ms == 0:
             return self.bandwidth_gbps
         # A window goes out and is acknowledged: there and back takes twice the delay.
-        windows_gbps = connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6)
+        windows_gbps = connections * window_bytes * 8 / (2 * self.delay_ms * 1e6)
         return min(self.bandwidth_gbps, windows_gbps)
+
+    @property
+    def loss_window_bytes(self) -> float:
+        """What a connection keeps in flight on average where packets are lost at random; infinite
+        without loss.
+
+        A loss cuts the window, which then grows again. Reno's is 1.22 / sqrt(loss) packets (Mathis
+        et al. 1997). CUBIC, which Linux uses, grows by time: 1.054 (round trip / loss) ^ 3/4, and
+        never less than Reno's (RFC 9438, section 5). Both without delayed acknowledgements and
+        timeouts, so that a real connection has rather less.
+        """
+        loss = self.loss_percent / 100
+        if loss == 0:
+            return math.inf
+        reno = math.sqrt(1.5 / loss)
+        cubic = 1.054 * math.pow(2 * self.delay_ms * 1e-3 / loss, 0.75)
+        return max(reno, cubic) * SEGMENT_BYTES
+
+    def recovery_us(self, num_bytes: int, connections: int = 1) -> float:
+        """How much later a message is whole because of loss, on average.
+
+        A packet that is lost is sent again a round trip later. Before the last round trip of a
+        message that is hidden: the rest is still on its way. So the message is late by a round trip
+        if anything of its last one is lost.
+        """
+        loss = self.loss_percent / 100
+        if loss == 0:
+            return 0.0
+        round_trip_us = 2 * self.delay_us
+        in_flight = self.rate_gbps(connections) * 1e3 * round_trip_us / 8
+        packets = math.ceil(min(num_bytes, in_flight) / SEGMENT_BYTES)
+        return round_trip_us * (1 - math.pow(1 - loss, packets))
 
     @property
     def connections(self) -> int:
         """How many TCP connections fill the link: what is in flight in a round trip, by windows."""
         bytes_per_s = self.bandwidth_gbps * 1e9 / 8
         in_flight = bytes_per_s * 2 * self.delay_ms * 1e-3
-        window = min(SURE_WINDOW_BYTES, self.window_bytes or SURE_WINDOW_BYTES)
+        window = min(
+            SURE_WINDOW_BYTES,
+            self.window_bytes or SURE_WINDOW_BYTES,
+            self.loss_window_bytes,
+        )
         # The quotient may be infinite.
         return max(1, math.ceil(min(MAX_CONNECTIONS, in_flight / window)))
 
@@ -78,7 +117,10 @@ class Link:
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
 MAX_DELAY_MS = 3_600_000  # an hour
-PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame that carries TCP with its timestamps
+SEGMENT_BYTES = 1448  # that a full packet carries
+PAYLOAD_SHARE = (
+    SEGMENT_BYTES / 1514
+)  # of a full Ethernet frame that carries TCP with its timestamps
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
 
@@ -128,9 +170,20 @@ class Network:
         """What the link carries over its connections, with nothing beside it."""
         return self.link(source, target).rate_gbps(self.connections)
 
+    def delay_us(self, source: int, target: int, num_bytes: int) -> float:
+        """How long after it has left a message is there: the link's delay, and what loss adds."""
+        link = self.link(source, target)
+        return link.delay_us + link.recovery_us(num_bytes, self.connections)
+
     def interface(self, rank: int) -> Interface:
         """What `rank` sends and receives through."""
-        return self._interfaces.get(rank, Interface((rank,)))
+        if rank not in self._interfaces:
+            self._interfaces[rank] = Interface((rank,))
+        return self._interfaces[rank]
+
+    def share_machine(self, rank: int, other: int) -> bool:
+        """Whether what they send each other passes no interface."""
+        return other in self.interface(rank).ranks
 
     def egress_gbps(self, rank: int) -> float:
         """What the interface of `rank` sends in all: where it is not said, as much as its fastest
@@ -152,7 +205,7 @@ class Network:
         return math.inf if ingress_gbps is None else ingress_gbps
 
     @cached_property
-    def _interfaces(self) -> Mapping[int, Interface]:
+    def _interfaces(self) -> dict[int, Interface]:
         """By rank."""
         by_rank: dict[int, Interface] = {}
         for interface in self.interfaces:
@@ -164,7 +217,7 @@ class Network:
         """By rank, the fastest of the links that are listed and leave its interface."""
         fastest: dict[int, float] = {}
         for (source, target), link in self.links.items():
-            if target not in self.interface(source).ranks:
+            if not self.share_machine(source, target):
                 fastest[source] = max(fastest.get(source, 0.0), link.bandwidth_gbps)
         return fastest
 
@@ -189,10 +242,17 @@ class Network:
         """The same network for messages, if its rates are those of interfaces: the headers of
         packets take a share.
         """
+        return self._scaled(PAYLOAD_SHARE)
+
+    def for_interfaces(self) -> "Network":
+        """The same network for interfaces, if its rates are those of messages."""
+        return self._scaled(1 / PAYLOAD_SHARE)
+
+    def _scaled(self, by: float) -> "Network":
         network = self.with_links(
-            lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
+            lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * by)
         )
-        interfaces = tuple(interface.scaled(PAYLOAD_SHARE) for interface in self.interfaces)
+        interfaces = tuple(interface.scaled(by) for interface in self.interfaces)
         return replace(network, interfaces=interfaces)
 
     def shared_by(self, count: int) -> "Network":
@@ -200,6 +260,8 @@ class Network:
 
         Raises `ProfileError` for interfaces that several nodes share, or that say what they carry.
         """
+        if count == 1:
+            return self
         if self.interfaces:
             raise ProfileError(
                 f"network {self.name!r} has interfaces of their own rate; it cannot be shared out "
@@ -241,17 +303,20 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of several ranks, with fewer cores than they could use."""
+    """Cores that ranks share with each other and with their messages: a machine's, or those that
+    the ranks are pinned to.
+    """
 
     ranks: tuple[int, ...]
     cores: int
+    threads: int = 1  # that a rank computes with, each on a core
     message_us: float = 0.0  # of a core, at either end of each message
     us_per_mb: float = 0.0  # the same, for each megabyte
     computes: bool = True  # False: computing takes no core, as in a replay, which waits
 
-    def moving_us(self, num_bytes: int) -> float:
-        """Processor time at one end of a message."""
-        return self.message_us + self.us_per_mb * num_bytes / 1e6
+    def bytes_us(self, num_bytes: int) -> float:
+        """Processor time of a message's bytes at one end."""
+        return self.us_per_mb * num_bytes / 1e6
 
 
 _NAMED = 6  # missing links that an error names

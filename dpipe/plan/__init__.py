@@ -9,6 +9,7 @@ partition.py        which layers make a stage
 probe.py            operations, shapes and time of each layer of any model
 launcher_costs.py   what the probe found, from a launcher to its ranks
 assumed_network.py  the network that a prediction assumes
+on_machines.py      what a step takes where machines differ
 measured.py         what a user's own layers hold: run on fake tensors
 allocations.py      what tensors take, from allocation to release
 machine.py          whether a run can be on this machine

@@ -3,25 +3,42 @@
 from typing import Literal
 
 from dpipe.config.load import Config
+from dpipe.machines.file import lists_machines, load_machines
+from dpipe.machines.seats import network_of, seats_in_order
 from dpipe.network.link import Network
 from dpipe.network.profile import load_network
 
 
 def configured_network(config: Config, profile: str | None) -> Network:
     """The network of `profile`, or loopback without one, as the run's connections use it."""
-    return assumed_network(profile, config.transport.connections, headers=config.counts_headers)
+    return assumed_network(
+        profile,
+        config.transport.connections,
+        headers=config.counts_headers,
+        devices_per_seat=config.ranks_per_machine,
+    )
 
 
 def assumed_network(
-    profile: str | None, connections: int | Literal["auto"], *, headers: bool = False
+    profile: str | None,
+    connections: int | Literal["auto"],
+    *,
+    headers: bool = False,
+    devices_per_seat: int = 1,
 ) -> Network:
     """The network of `profile`, or loopback without one, with `connections` TCP connections a link.
 
-    With `headers` the profile's rates include packet headers, so messages get less than these.
+    With `headers` the profile's rates include packet headers, so messages get less than these. A
+    `machines.toml` may stand for a profile: its ranks sit in the order of the file, and its rates
+    are those of messages, as they are measured.
     """
-    network = load_network(profile) if profile else Network()
-    if profile and headers:
-        network = network.for_payload()
+    if profile and lists_machines(profile):
+        cluster = load_machines(profile)
+        network = network_of(cluster, seats_in_order(cluster, devices_per_seat))
+    else:
+        network = load_network(profile) if profile else Network()
+        if profile and headers:
+            network = network.for_payload()
     return network.over_enough() if connections == "auto" else network.over(connections)
 
 

@@ -42,6 +42,8 @@ class LayerCosts:
     core_s: tuple[float, ...] = ()  # of forward: its attention cores
     exchange_forward_s: tuple[float, ...] = ()  # waiting for the tensor-parallel group
     exchange_backward_s: tuple[float, ...] = ()  # the same, in backward
+    input_s: tuple[float, ...] = ()  # of a split backward its two parts;
+    weight_s: tuple[float, ...] = ()  # empty: half of backward each
     # Layers a stage -> what the stages hold; None if nobody asks for it.
     memory_of: Callable[[Sequence[int]], Stages] | None = None
 
@@ -98,6 +100,8 @@ def on_ranks(config: Config, layers: LayerCosts) -> LayerCosts:
         forward_s=tuple(s / size for s in layers.forward_s),
         backward_s=tuple(s / size for s in layers.backward_s),
         core_s=tuple(s / size for s in layers.core_s),
+        input_s=tuple(s / size for s in layers.input_s),
+        weight_s=tuple(s / size for s in layers.weight_s),
         exchange_forward_s=exchange_forward_s,
         exchange_backward_s=exchange_backward_s,
     )
@@ -105,10 +109,12 @@ def on_ranks(config: Config, layers: LayerCosts) -> LayerCosts:
 
 @dataclass(frozen=True)
 class _StageTime:
-    """Microseconds of one stage. A split backward pass has half of `backward` in each half."""
+    """Microseconds of one stage."""
 
     forward: float
     backward: float
+    input: float  # of a split backward
+    weight: float
     again: float  # in front of backward: what is recomputed, and waiting for the group
 
 
@@ -128,8 +134,8 @@ def stage_cost(
     return Cost(
         forward_us=tuple(time.forward for time in times),
         backward_us=tuple(time.backward + time.again for time in times),
-        input_us=tuple(time.backward / 2 + time.again for time in times),
-        weight_us=tuple(time.backward / 2 for time in times),
+        input_us=tuple(time.input + time.again for time in times),
+        weight_us=tuple(time.weight for time in times),
         activation_bytes=tuple(layers.activation_bytes[layer] for layer in hops),
         gradient_bytes=tuple(layers.gradient_bytes[layer] for layer in hops),
         reduce_bytes=tuple(sum(_slice(layers.parameter_bytes, stage)) for stage in ranges),
@@ -152,7 +158,13 @@ def _stage_time(layers: LayerCosts, stage: range, recompute: str) -> _StageTime:
         again_us = total_us(layers.core_s) + exchange_backward_us
     else:
         again_us = exchange_backward_us
-    return _StageTime(forward_us + exchange_forward_us, total_us(layers.backward_s), again_us)
+    backward_us = total_us(layers.backward_s)
+    input_us = backward_us / 2
+    weight_us = backward_us / 2
+    if layers.input_s:
+        input_us = total_us(layers.input_s)
+        weight_us = total_us(layers.weight_s)
+    return _StageTime(forward_us + exchange_forward_us, backward_us, input_us, weight_us, again_us)
 
 
 def _slice(values: tuple[Number, ...], stage: range) -> tuple[Number, ...]:

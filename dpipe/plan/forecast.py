@@ -13,6 +13,7 @@ from typing import Any
 from dpipe.config.load import Config
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
+from dpipe.machines.machine import Machine
 from dpipe.memory.fit import (
     check_fits,
     held_by_rank,
@@ -25,6 +26,7 @@ from dpipe.memory.walk import RankMemory, peak_memory
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
 from dpipe.plan.costs import LayerCosts, on_ranks, replay_cost, stage_cost, transformer_costs
+from dpipe.plan.on_machines import Placement, costs_on, layers_on, placement_of, slowest
 from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
@@ -59,6 +61,7 @@ class Forecast:
     replicas: Replicas | None  # how they exchange at such a step; None without replicas
     agreeing_share: float  # of the steps that are such steps
     step_us: float  # the step time, a mean over all steps
+    costs: tuple[Cost, ...] = ()  # by replica, where machines differ
     memory: tuple[RankMemory, ...] = ()  # by rank; empty for replay stages, and where not asked for
 
     @property
@@ -139,23 +142,21 @@ def forecast(
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a schedule that cannot run,
     `ProfileError` for a network that lacks a link between two ranks.
     """
+    placement = placement_of(config)  # first: it names machines where links are missing
+    if placement is not None:
+        hosts = hosts or placement.hosts
     shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
-    # A server of its own is behind all machines of the run.
-    hosts_of_servers = [rank + 1 for rank in server_ranks(config)]
-    network.check(max([config.num_machines, *hosts_of_servers]))
+    _check_links(config, network)
     check_vocabulary(config)
-    if config.model.family.computes:
-        cut, cost, stages = _cut_model(config, layers or transformer_costs(config))
-    else:
-        cut, cost, stages = _cut_replay(config, network)
+    cut, cost, costs, stages = _cut(config, layers, network, placement)
     replicas = replicas_of(config, cost)
     cost = with_exchange(config, cost)
     ballots = ballots_over(config, network, shaped)
     order = choose(config, cost, network, replicas, stages, ballots)
     schedule = _lowered(order, cost, replicas)
     memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
-    a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots)
+    a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots, costs=costs)
     timeline = a_step(replicas=replicas)
     return Forecast(
         split=cut,
@@ -168,6 +169,7 @@ def forecast(
         agreeing_share=agreeing_share(config),
         step_us=_mean_step_us(config, timeline, a_step, replicas),
         memory=memory,
+        costs=costs,
     )
 
 
@@ -202,6 +204,32 @@ def _mean_step_us(
     return share * timeline.step_us + (1 - share) * apart.step_us
 
 
+def _check_links(config: Config, network: Network) -> None:
+    # A server of its own is behind all machines of the run.
+    hosts_of_servers = [rank + 1 for rank in server_ranks(config)]
+    network.check(max([config.num_machines, *hosts_of_servers]))
+
+
+def _cut(
+    config: Config,
+    layers: LayerCosts | None,
+    network: Network,
+    placement: Placement | None,
+) -> tuple[tuple[int, ...], Cost, tuple[Cost, ...], Stages]:
+    """Layers a stage, what the stages cost, the same by replica where machines differ, and what
+    they hold.
+    """
+    if not config.model.family.computes:
+        cut, cost, stages = _cut_replay(config, network)
+        return cut, cost, (), stages
+    whole = layers or transformer_costs(config)
+    cut, cost, stages = _cut_model(config, whole)
+    if placement is None:
+        return cut, cost, (), stages
+    costs = costs_on(config, placement, partial(_cost_on, config, whole, cut))
+    return cut, slowest(costs), costs, stages
+
+
 def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:
     """Layers a stage, and what the stages cost and hold; nobody may have asked what they hold."""
     layers = on_ranks(config, whole)
@@ -211,6 +239,12 @@ def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost
     if layers.memory_of is not None:
         stages = in_run(config, layers.memory_of(cut), server_ranks(config))
     return cut, at_boundaries(config, cost), stages
+
+
+def _cost_on(config: Config, whole: LayerCosts, cut: tuple[int, ...], machine: Machine) -> Cost:
+    """What all stages would take on `machine`."""
+    layers = on_ranks(config, layers_on(config, whole, machine))
+    return at_boundaries(config, stage_cost(layers, cut, recompute=config.pipeline.recompute))
 
 
 def _cut_replay(config: Config, network: Network) -> tuple[tuple[int, ...], Cost, Stages]:
@@ -307,7 +341,8 @@ def ballots_over(
     """
     if not config.train.waits_for_verdict:
         return None
-    if shaped is not None and config.predict.network is None:
+    assumed = config.predict.network or config.predict.machines
+    if shaped is not None and assumed is None:
         return Network()
     return network
 

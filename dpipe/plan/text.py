@@ -56,6 +56,8 @@ def as_text(row: dict[str, Any], config: Config) -> str:
     assumed = ""
     if config.model.family.computes:
         assumed = f", assuming {config.predict.gflops:g} GFLOP/s a rank"
+        if config.predict.machines is not None:
+            assumed = f", on the machines of {config.predict.machines}"
     agrees = ""
     if row["agreeing_step_s"] != row["step_s"]:
         agrees = f" on average, {row['agreeing_step_s']:.4f} s where replicas agree"

@@ -6,6 +6,7 @@ metrics.py      rows of metrics on disk: metrics.jsonl and TensorBoard
 rows.py         rows of metrics on their way from rank 0 to the process that launched it
 pace.py         how far a bench is and how long it will take; the minute of `--quick`
 summary.py      the summary that rank 0 prints at the end of a run
+processor_time.py  where the processor time of a rank's steps went
 trace.py        the last steps' spans of every rank beside the prediction; the Chrome trace
 trace_file.py   what the files of a trace may hold
 

@@ -7,7 +7,8 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,6 +20,14 @@ from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, ScheduleError
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import assumed_network
+from dpipe.report.processor_time import (
+    StepCpu,
+    between_us,
+    ends_of,
+    in_compute,
+    message_cpu,
+    python_us,
+)
 from dpipe.report.trace_file import PLAN, STEPS, PlanTable, ReplicasTable
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.exchange import exchange
@@ -28,7 +37,8 @@ from dpipe.store.storage import regular_bytes
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.simulate import simulate
+from dpipe.timeline.scenario import Scenario
+from dpipe.timeline.simulate import Steady
 from dpipe.timeline.span import Lane, Span, Timeline
 
 T = TypeVar("T")
@@ -43,6 +53,7 @@ class StepSpans:
 
     step: int
     spans: tuple[Span, ...]
+    cpu: StepCpu | None = None  # None in traces of before it was measured
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class TraceInputs:
     cost: Cost  # only its bytes: `measured_cost` fills in the times
     network: str | None  # the profile; None is loopback
     connections: int = 1  # TCP connections a link
-    hosts: tuple[Host, ...] = ()  # the machines that have fewer cores than ranks
+    hosts: tuple[Host, ...] = ()  # the cores that ranks share, by pipeline rank
     replicas: Replicas | None = None  # those of a usual step
     headers: bool = False  # whether the network's rates include packet headers
     tensor_size: int = 1  # ranks of a tensor-parallel group: one rank of the schedule
@@ -72,7 +83,12 @@ class TraceInputs:
 
     @property
     def assumed_network(self) -> Network:
-        return assumed_network(self.network, self.connections, headers=self.headers)
+        return assumed_network(
+            self.network,
+            self.connections,
+            headers=self.headers,
+            devices_per_seat=self.tensor_size,
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -87,7 +103,8 @@ def dump_steps(steps: Iterable[StepSpans]) -> bytes:
     rows = []
     for step in steps:
         spans = [_span_as_list(span) for span in step.spans]
-        rows.append({"step": step.step, "spans": spans})
+        cpu = None if step.cpu is None else [step.cpu.own_us, step.cpu.others_us]
+        rows.append({"step": step.step, "spans": spans, "cpu": cpu})
     return json.dumps(rows).encode()
 
 
@@ -110,7 +127,8 @@ def load_steps(data: bytes, rank: int) -> list[StepSpans]:
             )
             for row in table.spans
         ]
-        steps.append(StepSpans(table.step, tuple(spans)))
+        cpu = None if table.cpu is None else StepCpu(*table.cpu)
+        steps.append(StepSpans(table.step, tuple(spans), cpu))
     return steps
 
 
@@ -142,7 +160,7 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
         "headers": inputs.headers,
         "tensor_size": inputs.tensor_size,
         "waits_for_verdict": inputs.waits_for_verdict,
-        "hosts": [[host.ranks, host.cores] for host in inputs.hosts],
+        "hosts": [[host.ranks, host.cores, host.threads] for host in inputs.hosts],
         "replicas": None if inputs.replicas is None else _as_table(inputs.replicas),
     }
     path = folder / "plan.json"
@@ -189,7 +207,7 @@ def _inputs(table: PlanTable, path: Path) -> TraceInputs:
             cost=Cost(**table.cost),  # type: ignore[arg-type]  # it checks its lengths
             network=table.network,
             connections=table.connections,
-            hosts=tuple(Host(ranks, cores) for ranks, cores in table.hosts),
+            hosts=tuple(Host(*row) for row in table.hosts),
             replicas=None if table.replicas is None else _replicas(table.replicas),
             headers=table.headers,
             tensor_size=table.tensor_size,
@@ -216,6 +234,7 @@ class Trace:
 
     inputs: TraceInputs
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
+    scenario: Scenario  # what the prediction is of: costs as they were measured
     predicted: Timeline
 
 
@@ -245,12 +264,17 @@ def load_trace(run: Path) -> Trace:
         )
     shown = [[step for step in steps if step.step in common] for steps in by_rank]
     steps = tuple(_join(same_step, inputs) for same_step in zip(*shown, strict=True))
-    cost = measured_cost(inputs, [timeline for _, _, timeline in steps])
-    network = inputs.assumed_network
-    ballots = inputs.ballots
     with _naming(path):
-        predicted = simulate(inputs.schedule, cost, network, inputs.hosts, inputs.replicas, ballots)
-    return Trace(inputs, steps, _on_first_ranks(predicted, inputs.tensor_size))
+        scenario = Scenario(
+            inputs.schedule,
+            measured_cost(inputs, shown),
+            inputs.assumed_network,
+            measured_hosts(inputs, shown),
+            inputs.replicas,
+            inputs.ballots,
+        )
+        predicted = Steady(scenario.lowered()).steady_step()
+    return Trace(inputs, steps, scenario, _on_first_ranks(predicted, inputs.tensor_size))
 
 
 def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:
@@ -272,26 +296,19 @@ def _join(same_step: Sequence[StepSpans], inputs: TraceInputs) -> tuple[int, flo
     return same_step[0].step, began_us, timeline
 
 
-def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
+def measured_cost(inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]) -> Cost:
     """The mean measured cost of each stage's actions; zero for those that the schedule lacks.
 
-    Of ranks that share a host's cores it is processor time: the simulator itself shares the cores
-    out.
+    Where ranks share cores it is processor time: the simulator itself shares the cores out.
     """
-    sharing = {rank for host in inputs.hosts for rank in host.ranks}
-    durations: dict[tuple[int, str], list[float]] = {}
-    for timeline in timelines:
-        for span in timeline.spans:
-            if span.lane not in (Lane.COMPUTE, Lane.UPDATE):
-                continue
-            took_us = span.cpu_us if span.rank in sharing else span.duration_us
-            durations.setdefault((span.action.stage, span.action.op), []).append(took_us)
+    hosted = {rank for host in inputs.hosts for rank in host.ranks}
+    means_us = _mean_times_us(by_rank, hosted, inputs.tensor_size)
 
     def by_stage(op: Op) -> tuple[float, ...]:
         stages = range(inputs.schedule.num_stages)
-        return tuple(mean(durations.get((stage, op), [0.0])) for stage in stages)
+        return tuple(means_us.get((stage, op), 0.0) for stage in stages)
 
-    return replace(
+    measured = replace(
         inputs.cost,
         forward_us=by_stage(Op.F),
         backward_us=by_stage(Op.B),
@@ -300,6 +317,64 @@ def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
         update_us=by_stage(Op.STEP),
         vote_us=by_stage(Op.VOTE),
     )
+    return _with_python(measured, inputs, by_rank) if hosted else measured
+
+
+def _mean_times_us(
+    by_rank: Sequence[Sequence[StepSpans]], hosted: Collection[int], tensor_size: int
+) -> dict[tuple[int, Op], float]:
+    """What an action takes of its rank, by stage and op; of ranks that are `hosted`, of a core."""
+    sums_us: dict[tuple[int, Op], float] = defaultdict(float)
+    counts: dict[tuple[int, Op], int] = defaultdict(int)
+    for rank, steps in enumerate(by_rank):
+        on_cores = rank // tensor_size in hosted
+        for span in (span for step in steps for span in step.spans):
+            place = (span.action.stage, span.action.op)
+            if span.lane in (Lane.COMPUTE, Lane.UPDATE):
+                counts[place] += 1
+                sums_us[place] += span.cpu_us if on_cores else span.duration_us
+            elif on_cores and in_compute(span):
+                sums_us[place] += span.cpu_us
+    return {place: sums_us[place] / count for place, count in counts.items()}
+
+
+def _with_python(cost: Cost, inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]) -> Cost:
+    """`cost` with what ranks do beside computing: the mean over all that hold a stage."""
+    pythons_us: dict[int, list[float]] = defaultdict(list)
+    betweens_us: dict[int, list[float]] = defaultdict(list)
+    for rank, steps in enumerate(by_rank):
+        pp_rank = rank // inputs.tensor_size % inputs.schedule.num_ranks
+        for step in steps:
+            if step.cpu is not None:
+                pythons_us[pp_rank].append(python_us(step.spans, step.cpu))
+                betweens_us[pp_rank].append(between_us(step.spans))
+    rank_of_stage = inputs.schedule.rank_of_stage
+    of_stages = [pythons_us[rank] or [0.0] for rank in rank_of_stage]
+    of_ranks = [betweens_us[rank] or [0.0] for rank in rank_of_stage]
+    return replace(
+        cost,
+        python_us=tuple(map(mean, of_stages)),
+        between_us=tuple(map(mean, of_ranks)),
+    )
+
+
+def measured_hosts(inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]) -> tuple[Host, ...]:
+    """The run's hosts, and what a message took of their cores."""
+    ends = []
+    for rank, steps in enumerate(by_rank):
+        for step in steps:
+            if step.cpu is not None:
+                ends.append(ends_of(rank, len(by_rank), step.spans, step.cpu))
+    # A thread of torch's own cannot be told from one that moves bytes.
+    if not ends or any(host.threads > inputs.tensor_size for host in inputs.hosts):
+        return inputs.hosts
+    cpu = message_cpu(ends)
+    # Each rank of a tensor-parallel group sends a part; together they are one rank here.
+    message_us = inputs.tensor_size * cpu.message_us
+    hosts = []
+    for host in inputs.hosts:
+        hosts.append(replace(host, message_us=message_us, us_per_mb=cpu.us_per_mb))
+    return tuple(hosts)
 
 
 def write_chrome(run: Path) -> Path:

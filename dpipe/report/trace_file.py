@@ -40,6 +40,12 @@ class ReplicasTable(BaseModel):
     delayed: bool
 
 
+class HostRow(NamedTuple):
+    ranks: tuple[Rank, ...]
+    cores: AtLeast1
+    threads: AtLeast1 = 1
+
+
 class PlanTable(BaseModel):
     """`plan.json`. What has a default is not in older ones."""
 
@@ -51,7 +57,7 @@ class PlanTable(BaseModel):
     cost: dict[str, Number | tuple[Number, ...]]
     network: Text | None
     connections: Annotated[int, Field(ge=1, le=1 << 16)]
-    hosts: tuple[tuple[tuple[Rank, ...], AtLeast1], ...]
+    hosts: tuple[HostRow, ...]
     replicas: ReplicasTable | None
     headers: bool
     tensor_size: AtLeast1 = 1
@@ -140,6 +146,7 @@ class StepTable(BaseModel):
 
     step: Count
     spans: list[SpanRow]
+    cpu: tuple[Microseconds, Microseconds] | None = None  # the training thread's, and all others'
 
 
 PLAN = Schema[PlanTable](PlanTable)

@@ -40,7 +40,7 @@ from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
-from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
+from dpipe.run.results import Outcome, shared_cores, show_result, utilisation
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
@@ -257,7 +257,7 @@ def _train(job: Job, resources: RankResources, config: Config, first_step: int) 
     resources.transport.rehearse(partial(rehearse, job, first_step))
     trainer = Trainer(job, first_step)
     stopped = trainer.run()
-    hosts = oversubscribed_hosts(config, job.coordinator)
+    hosts = shared_cores(config, job.coordinator)
     return Outcome(stopped, trainer.next_step - first_step, hosts)
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Outcome:
 
     stopped: bool  # before train.steps
     num_steps: int  # trained since this process started
-    hosts: tuple[Host, ...]  # that had fewer cores than their ranks wanted
+    hosts: tuple[Host, ...]  # the cores that its ranks computed on
 
 
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
@@ -50,29 +50,41 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
     return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
-def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]:
-    """The machines whose ranks compute on more threads than they have cores. All ranks call it at
-    the end of a run.
-
-    Empty with tensor parallelism: compute spans then include waits for the group, so they are used
-    as measured.
+def shared_cores(config: Config, coordinator: Coordination) -> tuple[Host, ...]:
+    """The cores that ranks compute on, by pipeline rank; none for a GPU's ranks. All ranks call it
+    at the end of a run.
     """
-    # The cores that this process may use, which a container or a batch system limits.
-    here = [socket.gethostname(), len(os.sched_getaffinity(0))]
+    # The cores that this process may use: a container, a batch system or taskset limits them.
+    here = [socket.gethostname(), sorted(os.sched_getaffinity(0))]
     machines = coordinator.share("trained", here, config.timeouts.transfer, MACHINE)
-    # A GPU's ranks, and replayed stages, which sleep, leave the cores to others.
+    # Replayed stages sleep, and leave the cores to others.
     on_cpu = config.model.family.computes and torch.device(config.node.device).type == "cpu"
-    if not on_cpu or config.tensor_parallel.size > 1:
+    if not on_cpu:
         return ()
-    ranks_of: dict[tuple[str, int], list[int]] = defaultdict(list)
+    size = config.tensor_parallel.size
+    return hosts_of(machines, size, config.node.threads * size)
+
+
+def hosts_of(
+    machines: Sequence[tuple[str, Sequence[int]]], tensor_size: int, threads: int
+) -> tuple[Host, ...]:
+    """Of ranks with those hostnames and cores: pipeline ranks that may use the same core share a
+    host.
+    """
+    hosts: list[tuple[set[int], set[tuple[str, int]]]] = []
     for rank, (name, cores) in enumerate(machines):
-        ranks_of[name, cores].append(rank)
-    threads = config.node.threads
-    return tuple(
-        Host(tuple(ranks), max(1, cores // threads))
-        for (_, cores), ranks in ranks_of.items()
-        if len(ranks) * threads > cores
-    )
+        # The ranks of a tensor-parallel group are one pipeline rank.
+        ranks = {rank // tensor_size}
+        places = {(name, core) for core in cores}
+        apart = []
+        for others, theirs in hosts:
+            if ranks & others or places & theirs:
+                ranks |= others
+                places |= theirs
+            else:
+                apart.append((others, theirs))
+        hosts = [*apart, (ranks, places)]
+    return tuple(Host(tuple(sorted(ranks)), len(places), threads) for ranks, places in hosts)
 
 
 def _save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:

@@ -46,6 +46,7 @@ class Hop:
     num_bytes: int
     alone_us: float  # on the wire, with nothing beside it
     delay_us: float
+    inside: bool = False  # one machine, so that it passes no interface
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,25 @@ class Pipeline:
         if source == target:
             return None
         network = self.network
-        egress_gbps = network.egress_gbps(source)
-        link_gbps = network.rate_gbps(source, target)
-        bits_per_us = min(link_gbps, egress_gbps) * 1e3
-        alone_us = num_bytes * 8 / bits_per_us
-        delay_us = network.link(source, target).delay_us
-        return Hop(target, num_bytes, alone_us, delay_us)
+        inside = network.share_machine(source, target)
+        num_bits = num_bytes * 8
+        delay_us = network.delay_us(source, target, num_bytes)
+        rate_gbps = network.rate_gbps(source, target)
+        if not inside:
+            egress_gbps = network.egress_gbps(source)
+            rate_gbps = min(rate_gbps, egress_gbps)
+            ingress_gbps = network.ingress_gbps(target)
+            # What one message waits for; those of several machines at once are the simulator's.
+            if ingress_gbps < rate_gbps:
+                received_us = num_bits / (ingress_gbps * 1e3)
+                delay_us += received_us - num_bits / (rate_gbps * 1e3)
+        alone_us = num_bits / (rate_gbps * 1e3)
+        return Hop(target, num_bytes, alone_us, delay_us, inside)
+
+    def owner(self, rank: int) -> int:
+        """Of the ranks that share an interface the one whose egress it is."""
+        interface = self.network.interface(rank)
+        return min(interface.ranks)
 
     @cached_property
     def sends_in_turn(self) -> tuple[bool, ...]:
@@ -139,9 +153,12 @@ class Pipeline:
                 hop = hops[stage]
                 if hop is not None:
                     targets.add(hop.target)
+        network = self.network
+        interface = network.interface(rank)
+        if len(interface.ranks) > 1:
+            return False
         if len(targets) < 2:
             return True
-        network = self.network
         egress_gbps = network.egress_gbps(rank)
         for target in targets:
             link = network.link(rank, target)
@@ -164,7 +181,7 @@ class Times:
 
 
 _Event = tuple[float, int, int, int, int]  # when; which request it is; kind, place, number
-_Sending = tuple[int, Step, float]  # to which rank; when it would leave with nothing beside it
+_Sending = tuple[Step, float]  # and when it would leave with nothing beside it
 
 
 class PipelineClock(ABC):
@@ -190,6 +207,9 @@ class PipelineClock(ABC):
         self._numbers = count()
         self._free_us = [0.0] * num_ranks  # from when on its egress is idle
         self._plans = [0] * num_ranks
+        # By two ranks of one machine, from when on the link between them is idle.
+        self._inside_free_us: dict[tuple[int, int], float] = {}
+        self._owner = [pipeline.owner(rank) for rank in range(num_ranks)]
         self._egress: list[Egress[_Sending] | None] = [None] * num_ranks
         for rank, in_turn in enumerate(pipeline.sends_in_turn):
             if not in_turn:
@@ -301,20 +321,33 @@ class PipelineClock(ABC):
             self.gradients[stage - 1] += 1
 
     def _send(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
-        egress = self._egress[rank]
+        if hop.inside:
+            self._send_inside(now_us, rank, step, hop)
+            return
+        owner = self._owner[rank]
+        egress = self._egress[owner]
         if egress is None:
             free_us = self._free_us[rank]
             if free_us > now_us:
                 self._held_up.add(step)
                 now_us = free_us
-            now_us += hop.alone_us
-            self._free_us[rank] = now_us
-            self._arrive(now_us + hop.delay_us, step)
+            left_us = now_us + hop.alone_us
+            self._free_us[rank] = left_us
+            arrival_us = left_us + hop.delay_us
+            self._arrive(arrival_us, step)
         else:
             unhindered_us = now_us + hop.alone_us
-            sending = (hop.target, step, unhindered_us)
-            egress.offer(hop.target, sending, hop.num_bytes, now_us)
-            self._plan(rank, egress.due_us)
+            sending = (step, unhindered_us)
+            egress.offer(rank, hop.target, sending, hop.num_bytes, now_us)
+            self._plan(owner, egress.due_us)
+
+    def _send_inside(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
+        ends = (rank, hop.target)
+        free_us = self._inside_free_us.get(ends, 0.0)
+        left_us = max(now_us, free_us) + hop.alone_us
+        self._inside_free_us[ends] = left_us
+        arrival_us = left_us + hop.delay_us
+        self._arrive(arrival_us, step)
 
     def _arrive(self, time_us: float, step: Step) -> None:
         kind, stage, microbatch = step
@@ -337,11 +370,14 @@ class PipelineClock(ABC):
         egress = self._egress[rank]
         assert egress is not None
         sent = egress.complete()
-        target, step, unhindered_us = sent.item
+        step, unhindered_us = sent.item
         if sent.end_us > unhindered_us + _ROUNDING_US:
             self._held_up.add(step)
-        link = self.pipeline.network.link(rank, target)
-        self._arrive(sent.end_us + link.delay_us, step)
+        kind, stage, _ = step
+        hop = self.pipeline.hops[kind][stage]
+        assert hop is not None
+        arrival_us = sent.end_us + hop.delay_us
+        self._arrive(arrival_us, step)
         self._plan(rank, egress.due_us)
 
 

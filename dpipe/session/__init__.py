@@ -4,7 +4,8 @@ session.py   `LinkSession`, a state machine: what a connection has left undone, 
 frames.py    what is written on a connection: bytes of the session, and which of the other's arrived
 stream.py    the bytes of one TCP or TLS connection
 dial.py      opening a connection, in smaller segments where large ones were lost
-greeting.py  how the two ends of a connection prove who they are
+greeting.py  how the two ends of a TCP connection prove who they are
+grpc_stream.py  the bytes of one gRPC stream, how it is opened and greets
 
 To change what is written on a connection: frames.py, greeting.py and transport.proto say it
 together, and `PROTOCOL` of transport/mesh.py counts up.

@@ -9,8 +9,7 @@ the last: its end has given the session up.
 import struct
 import time
 from collections.abc import Sequence
-
-from dpipe.session.stream import Stream
+from typing import Protocol
 
 FRAME_BYTES = 4 << 20  # about the most; an acknowledgement waits for no more
 # Read with a prefix: small messages take one system call.
@@ -18,6 +17,36 @@ _AHEAD_BYTES = 8 << 10
 _LARGE_BYTES = 64 << 10  # a frame that is not read ahead
 _FAREWELL = (1 << 32) - 1
 _PREFIX = struct.Struct(">IQ")
+
+
+class Stream(Protocol):
+    """Bytes over one connection. Every failure is an `OSError`, an early end too."""
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        """Hand all `parts` over, in order."""
+
+    def can_write(self) -> bool:
+        """Whether a few bytes can be written without waiting."""
+
+    def await_bytes(self, num_bytes: int) -> None:
+        """Wait until there is something to receive: at best `num_bytes`, which will come."""
+
+    def receive(self, view: memoryview, behind: memoryview) -> int:
+        """Fill `view`, then `behind`, with what is there. Returns how many bytes were."""
+
+    def end(self) -> None:
+        """Write no more; the peer reads what was written, then the end."""
+
+    def shut(self) -> None:
+        """End both directions and wake threads at either end, behind what was written. From any
+        thread.
+        """
+
+    def give_up(self) -> None:
+        """Shut at once, past bytes that the peer never gets."""
+
+    def close(self) -> None:
+        """Let it go, once no thread uses it."""
 
 
 class Frames:

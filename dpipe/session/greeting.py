@@ -38,7 +38,7 @@ from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 _CHALLENGE_BYTES = 32  # random: no proof fits a second connection
 _REFUSED = "wrong token: node.token must be the same on every rank"
-_NOT_THE_SAME = "this is not the end that opened this link, or not the same run"
+NOT_THE_SAME = "this is not the end that opened this link, or not the same run"
 _NEW = Greeting()
 
 
@@ -100,7 +100,7 @@ def answer(
     diallers = [Dialler(hello, secret, theirs + ours) for secret in secrets_for(hello)]
     fitting = [dialler for dialler in diallers if dialler.is_proved_by(shown)]
     if not fitting:
-        refusal = _NOT_THE_SAME if hello.resumes else _REFUSED
+        refusal = NOT_THE_SAME if hello.resumes else _REFUSED
         refuse(sock, refusal, deadline)
         raise TransferError(refusal)
     return fitting[0]

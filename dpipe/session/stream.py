@@ -9,6 +9,7 @@ from tempfile import NamedTemporaryFile
 from threading import Lock
 
 from dpipe.errors import JoinError
+from dpipe.session.frames import Stream
 from dpipe.wire.rpc import TLS_NAME, Security
 
 # Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
@@ -23,8 +24,8 @@ _MOST_MS = (1 << 31) - 1
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
 
 
-class Stream:
-    """Bytes over an open socket. Every failure is an `OSError`, an early end too."""
+class SocketStream(Stream):
+    """Bytes over an open socket; see `frames.Stream`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -93,7 +94,7 @@ class Stream:
             self._wakes_at = num_bytes
 
 
-class TlsStream(Stream):
+class TlsStream(SocketStream):
     """TLS. OpenSSL allows one thread at a time in a connection, so a thread must not wait for the
     network while it is inside.
     """
@@ -159,7 +160,7 @@ class Tls:
 def stream_over(sock: socket.socket) -> Stream:
     if isinstance(sock, ssl.SSLSocket):
         return TlsStream(sock)
-    return Stream(sock)
+    return SocketStream(sock)
 
 
 def tune(sock: socket.socket, silence_s: float, unacknowledged_s: float) -> None:

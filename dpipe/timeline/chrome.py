@@ -1,7 +1,7 @@
 """Timelines as a trace that Perfetto and chrome://tracing open: measured, and the prediction beside
 it.
 
-    process  rank 0              lanes compute, send, recv, reduce, update, wait, tensor
+    process  rank 0              lanes compute, send, recv, reduce, update, wait, tensor, ...
              rank 0, predicted   the same lanes; drawn at the first measured step
              rank 1              ...
     arrow    from each send to the receive of the same message

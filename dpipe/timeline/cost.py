@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Self, assert_never
 
 from dpipe.errors import ConfigError
-from dpipe.schedule.action import TIED, Action, Op
+from dpipe.schedule.action import COMPUTE, TIED, Action, Op
 from dpipe.schedule.exchange import Role
 
 
@@ -27,6 +27,8 @@ class Cost:
     gradient_bytes: tuple[int, ...] = ()  # backward over each hop; default: as many
     update_us: tuple[float, ...] = ()  # of the optimizer's step; default: nothing
     vote_us: tuple[float, ...] = ()  # of a ballot's way through the coordinator; default: nothing
+    python_us: tuple[float, ...] = ()  # ahead of each computation: Python's own; default: nothing
+    between_us: tuple[float, ...] = ()  # of a rank's first stage: between two steps, data and log
     reduce_bytes: tuple[int, ...] = ()  # of a stage's gradient between replicas; default: nothing
     gather_bytes: tuple[int, ...] = ()  # of what replicas get back; default: as many
     tied_bytes: int = 0  # of a tied weight's gradient between the first and the last stage
@@ -37,6 +39,8 @@ class Cost:
         self._default("gradient_bytes", self.activation_bytes)
         self._default("update_us", no_time)
         self._default("vote_us", no_time)
+        self._default("python_us", no_time)
+        self._default("between_us", no_time)
         self._default("reduce_bytes", nothing)
         for name in (
             "backward_us",
@@ -44,6 +48,8 @@ class Cost:
             "weight_us",
             "update_us",
             "vote_us",
+            "python_us",
+            "between_us",
         ):
             self._expect(name, self.num_stages)
         self._expect("reduce_bytes", self.num_stages)
@@ -99,7 +105,10 @@ class Cost:
     def duration_us(self, action: Action) -> float:
         """How long `action` keeps its rank; moving bytes keeps nobody."""
         taken_us = self._taken_us.get(action.op)
-        return taken_us[action.stage] if taken_us else 0.0
+        if taken_us is None:
+            return 0.0
+        python_us = self.python_us[action.stage] if action.op in COMPUTE else 0.0
+        return python_us + taken_us[action.stage]
 
     def num_bytes(self, action: Action) -> int:
         """What a send or a receive moves; nothing for any other action."""

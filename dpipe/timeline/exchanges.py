@@ -12,6 +12,7 @@ to the replica k further on it gets, at the same moment, from the one k before.
 `tests/timeline/test_replicas.py` holds it against the simulation of all.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Replicas:
         """
         if not self.exchange.symmetric:
             return False
+        if not self._interfaces_alike(network, per_replica):
+            return False
         if not network.links:
             return True
         ranks = range(per_replica)
@@ -84,11 +87,24 @@ class Replicas:
         first, second = pair
         source = self.rotated(first, replica, per_replica)
         target = self.rotated(second, replica, per_replica)
-        link = network.link(first, second)
-        if network.link(source, target) != link:
-            return False
-        egress_gbps = network.egress_gbps(first)
-        return network.egress_gbps(source) == egress_gbps
+        return network.link(source, target) == network.link(first, second)
+
+    def _interfaces_alike(self, network: Network, per_replica: int) -> bool:
+        """Whether no replica shares an interface with another, and all share theirs alike."""
+        for rank, by in product(range(per_replica), range(self.count)):
+            own = network.interface(rank).ranks
+            # What comes in from other replicas is seen only where these are simulated as well.
+            if max(own) >= per_replica or not math.isinf(network.ingress_gbps(rank)):
+                return False
+            other = self.rotated(rank, by, per_replica)
+            theirs = tuple(self.rotated(each, by, per_replica) for each in own)
+            if network.interface(other).ranks != theirs:
+                return False
+            if not math.isinf(network.ingress_gbps(other)):
+                return False
+            if network.egress_gbps(other) != network.egress_gbps(rank):
+                return False
+        return True
 
     def rotated(
         self,
@@ -406,8 +422,8 @@ class StageExchanges:
             leg.leaving -= 1
             self._advance(leg)
 
-        sender = self._machines.sender(leg.rank)
-        sender.send(target, size, left, lambda _: arrive())
+        wires = self._machines.wires
+        wires.send(leg.rank, target, size, left, lambda _: arrive())
 
     def _note(self, leg: _Leg, span: Span) -> None:
         """As a run does, which reads at the end of a step what has been exchanged in it."""

@@ -1,17 +1,24 @@
-"""What the actions of a simulation share: the time, the cores of a host, the egress of a rank."""
+"""What the actions of a simulation share: the time, the cores of a host, the interfaces of
+machines.
+"""
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Generic, TypeVar
 
-from dpipe.network.egress import Egress
+from dpipe.network.egress import Egress, Ingress, Inside
 from dpipe.network.link import Host, Network
+from dpipe.network.shared_rate import SharedRate
 from dpipe.schedule.action import Action
 from dpipe.timeline.span import Span
 
 Call = Callable[[], None]
+Item = TypeVar("Item")
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
 
 
@@ -46,7 +53,7 @@ class Cores:
     """The cores of one host: as many threads as there are cores run at full speed, more of them
     share it.
 
-    A thread does one thing after the other.
+    A thread does one thing after the other; a rank that computes may be several.
     """
 
     def __init__(self, clock: Clock, host: Host) -> None:
@@ -54,25 +61,28 @@ class Cores:
         self._clock = clock
         # By thread its tasks, each with the microseconds that it still needs of a whole core.
         self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}
+        self._widths: dict[Hashable, int] = {}  # of those that are as many threads of the system
         self._since_us = 0.0
-        self._plans = 0  # as in `Sender`
+        self._plans = 0  # as in `_OnClock`
 
     def run(
         self,
         thread: Hashable,
         duration_us: float,
         over: Call,
+        width: int = 1,
     ) -> None:
         # With one thread more all are slower from now on: what they did so far counts first.
         self._progress()
         tasks = self._threads.setdefault(thread, deque())
         tasks.append((duration_us, over))
+        self._widths[thread] = width
         self._plan()
 
     @property
     def _speed(self) -> float:
-        num_threads = max(1, len(self._threads))
-        return min(1.0, self.host.cores / num_threads)
+        num_threads = sum(self._widths.values())
+        return min(1.0, self.host.cores / max(1, num_threads))
 
     def _progress(self) -> None:
         passed_us = self._clock.now_us - self._since_us
@@ -104,7 +114,7 @@ class Cores:
         tasks = self._threads[thread]
         _, over = tasks.popleft()
         if not tasks:
-            del self._threads[thread]
+            del self._threads[thread], self._widths[thread]
         self._plan()
         over()
 
@@ -132,34 +142,115 @@ class _Both:
             self._over(self._start_us)
 
 
-class Sender:
-    """The egress of one rank on the simulation's clock, and the work that messages are for the
+def handle(
+    cores: Cores | None,
+    thread: Hashable,
+    over: Call,
+) -> None:
+    """`over` once `thread` has done what it does for any message, whatever its size; nothing where
+    it shares no cores.
+    """
+    if cores is None or not cores.host.message_us:
+        over()
+    else:
+        cores.run(thread, cores.host.message_us, over)
+
+
+@dataclass(slots=True)
+class _Message:
+    left: Since  # called when its last bit has left
+    begun: Call | None = None  # called when its first bit has
+
+
+def _begin(message: _Message) -> None:
+    if message.begun is not None:
+        message.begun()
+
+
+class _OnClock(Generic[Item]):
+    """A rate that messages share, on the simulation's clock."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rate: SharedRate[Item],
+        through: Callable[[Item, float], None],
+    ) -> None:
+        """`through` gets each message that is through, and when its first bit was."""
+        self._clock = clock
+        self._rate = rate
+        self._through = through
+        # An event cannot be taken off the clock: the completion that is due belongs to the latest
+        # plan, and those of earlier ones are void when they come.
+        self._plans = 0
+
+    def offer(
+        self,
+        source: int,
+        target: int,
+        item: Item,
+        num_bytes: int,
+    ) -> None:
+        self._rate.offer(source, target, item, num_bytes, self._clock.now_us)
+        self._plan()
+
+    def _plan(self) -> None:
+        self._plans += 1
+        due_us = self._rate.due_us
+        plan = self._plans
+        assert due_us is not None
+        self._clock.at(due_us, lambda: self._complete(plan))
+
+    def _complete(self, plan: int) -> None:
+        if plan != self._plans:
+            return
+        sent = self._rate.complete()
+        if self._rate.due_us is not None:
+            self._plan()
+        self._through(sent.item, sent.start_us)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What lies between two ranks."""
+
+    delay_us: float
+    lossy: bool
+    egress: _OnClock[_Message]
+    ingress: _OnClock[Call] | None
+
+
+class Wires:
+    """What ranks send each other, on the simulation's clock, and the work that messages are for the
     hosts of both ends.
 
-    wire             [----- bytes -----]               at the same time: a message has left when
-    core, sender     [-- work --]                      both are over, and it has come when the
-    core, receiver          :    [-- work --]          receiver's work is over, too
-                     <-delay->
+    core, sender     [any message][-- its bytes --]
+    egress                        [---- bytes ----]
+    core, receiver                :       [-- its bytes --]   [any message]
+    ingress                       :       [----- bytes ------]
+                                  <-delay->
+
+    What is drawn above each other is done at the same time: a message has left when both are over,
+    and it has come when the receiver has done for it what it does for any.
     """
 
     def __init__(
         self,
         clock: Clock,
         network: Network,
-        rank: int,
         cores: Mapping[int, Cores],
     ) -> None:
         self._clock = clock
         self._network = network
-        self._rank = rank
         self._cores = cores
-        self._egress = Egress[Since](network, rank)
-        # An event cannot be taken off the clock: the completion that is due belongs to the latest
-        # plan, and those of earlier ones are void when they come.
-        self._plans = 0
+        # By the ranks of a machine.
+        self._egress: dict[tuple[int, ...], _OnClock[_Message]] = {}
+        self._ingress: dict[tuple[int, ...], _OnClock[Call]] = {}
+        self._ways: dict[tuple[int, int], _Way] = {}  # from rank, to rank
 
     def send(
         self,
+        source: int,
         target: int,
         num_bytes: int,
         left: Since,
@@ -168,20 +259,78 @@ class Sender:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """
-        link = self._network.link(self._rank, target)
-        delay_us = link.delay_us
-        receiver = ("from", self._rank)
-        came = self._with_work(target, receiver, num_bytes, delay_us, arrived)
+        offer = partial(self._offer, source, target, num_bytes, left, arrived)
+        handle(self._cores.get(source), (source, "to", target), offer)
+
+    def _offer(
+        self,
+        source: int,
+        target: int,
+        num_bytes: int,
+        left: Since,
+        arrived: Since,
+    ) -> None:
+        """The sender has done what it does for any message."""
+        way = self._way(source, target)
+        delay_us = way.delay_us
+        if way.lossy:
+            delay_us = self._network.delay_us(source, target, num_bytes)
+        receiver = (target, "from", source)
+
+        def landed(start_us: float) -> None:
+            over = partial(arrived, start_us)
+            handle(self._cores.get(target), receiver, over)
+
+        came = self._with_work(target, receiver, num_bytes, delay_us, landed)
+        begun = None
+        if way.ingress is not None:
+            taken_in = _Both(came)
+            came = taken_in.moved
+            take_in = partial(way.ingress.offer, source, target, taken_in.worked, num_bytes)
+            begun = partial(self._clock.after, way.delay_us, take_in)
 
         def gone(start_us: float) -> None:
             arrive = partial(came, start_us + delay_us)
             self._clock.after(delay_us, arrive)
             left(start_us)
 
-        sender = ("to", target)
-        through = self._with_work(self._rank, sender, num_bytes, 0.0, gone)
-        self._egress.offer(target, through, num_bytes, self._clock.now_us)
-        self._plan()
+        sender = (source, "to", target)
+        through = self._with_work(source, sender, num_bytes, 0.0, gone)
+        way.egress.offer(source, target, _Message(through, begun), num_bytes)
+
+    def _way(self, source: int, target: int) -> _Way:
+        if (source, target) not in self._ways:
+            link = self._network.link(source, target)
+            self._ways[source, target] = _Way(
+                link.delay_us,
+                lossy=link.loss_percent > 0,
+                egress=self._egress_of(source, target),
+                ingress=self._ingress_of(source, target),
+            )
+        return self._ways[source, target]
+
+    def _egress_of(self, source: int, target: int) -> _OnClock[_Message]:
+        network = self._network
+        if network.share_machine(source, target):
+            inside: Inside[_Message] = Inside(network, source, target)
+            return _OnClock(self._clock, inside, _leave)
+        machine = network.interface(source).ranks
+        if machine not in self._egress:
+            egress: Egress[_Message] = Egress(network, source, _begin)
+            self._egress[machine] = _OnClock(self._clock, egress, _leave)
+        return self._egress[machine]
+
+    def _ingress_of(self, source: int, target: int) -> _OnClock[Call] | None:
+        """None where nothing but links bounds it."""
+        network = self._network
+        inside = network.share_machine(source, target)
+        if inside or math.isinf(network.ingress_gbps(target)):
+            return None
+        machine = network.interface(target).ranks
+        if machine not in self._ingress:
+            ingress: Ingress[Call] = Ingress(network, target)
+            self._ingress[machine] = _OnClock(self._clock, ingress, _taken_in)
+        return self._ingress[machine]
 
     def _with_work(
         self,
@@ -197,29 +346,21 @@ class Sender:
         cores = self._cores.get(rank)
         if cores is None:
             return over
-        work_us = cores.host.moving_us(num_bytes)
+        work_us = cores.host.bytes_us(num_bytes)
         if not work_us:
             return over
         both = _Both(over)
-        thread = (rank, thread)
         work = partial(cores.run, thread, work_us, both.worked)
         self._clock.after(after_us, work)
         return both.moved
 
-    def _plan(self) -> None:
-        self._plans += 1
-        due_us = self._egress.due_us
-        assert due_us is not None
-        over = partial(self._complete, self._plans)
-        self._clock.at(due_us, over)
 
-    def _complete(self, plan: int) -> None:
-        if plan != self._plans:
-            return
-        sent = self._egress.complete()
-        if self._egress.due_us is not None:
-            self._plan()
-        sent.item(sent.start_us)
+def _leave(message: _Message, start_us: float) -> None:
+    message.left(start_us)
+
+
+def _taken_in(over: Call, _: float) -> None:
+    over()
 
 
 _Sent = tuple[int, Action]  # the step, and the SEND in it
@@ -244,15 +385,8 @@ class Machines:
             self.cores |= dict.fromkeys(host.ranks, cores)
         # By rank, its messages to neighbours in the pipeline that have not left, with their step.
         self.sending: defaultdict[int, set[_Sent]] = defaultdict(set)
-        self._senders: dict[int, Sender] = {}
+        self.wires = Wires(self.clock, network, self.cores)
 
     def note(self, span: Span, step: int) -> None:
         """`span` is over; it belongs to `step`."""
         self.spans[step].append(span)
-
-    def sender(self, rank: int) -> Sender:
-        sender = self._senders.get(rank)
-        if sender is None:
-            sender = Sender(self.clock, self.network, rank, self.cores)
-            self._senders[rank] = sender
-        return sender

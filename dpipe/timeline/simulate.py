@@ -52,6 +52,7 @@ def simulate(
     hosts: Sequence[Host] = (),
     replicas: Replicas | None = None,
     ballots: Network | None = None,
+    costs: Sequence[Cost] = (),
 ) -> Timeline:
     """A steady step of `schedule`, and as `step_us` the step time; one that is not lowered is
     lowered first, and one without a backward pass is simulated alone.
@@ -59,10 +60,11 @@ def simulate(
     `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
     oneself. With `replicas` every one of them runs the schedule, and their stages agree at
     REDUCE_GRAD. `ballots` is the network that VOTE crosses; by default no rank waits for a vote.
+    `costs` are what actions take by replica, where their machines differ.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
-    scenario = Scenario(schedule, cost, network, hosts, replicas, ballots)
+    scenario = Scenario(schedule, cost, network, hosts, replicas, ballots, costs)
     if not schedule.trains:
         return simulate_alone(scenario)
     return Steady(scenario.lowered()).steady_step()
@@ -110,8 +112,8 @@ class Steady(Simulation):
         self.tail_us: list[float] = []
         for rank, program in enumerate(self.programs):
             updates = [action for action in program if action.op is Op.STEP]
-            self.left_us.append(self._work_us(program))
-            self.update_us.append(self._work_us(updates))
+            self.left_us.append(self._work_us(rank, program))
+            self.update_us.append(self._work_us(rank, updates))
             self.tail_us.append(self._of_exchange_us(rank))
 
     def steady_step(self) -> Timeline:
@@ -226,7 +228,7 @@ class Steady(Simulation):
             least_us = self._least_us(rank, action)
             if least_us > self._certain_us:
                 raise _LateError
-        takes_us = self.cost.duration_us(action)
+        takes_us = self.cost_at(rank).duration_us(action)
         self.left_us[rank] -= takes_us
         super().compute(rank, action)
 
@@ -253,8 +255,9 @@ class Steady(Simulation):
         update_us = self.update_us[rank]
         return end_us - update_us + ballot_us
 
-    def _work_us(self, actions: Sequence[Action]) -> float:
-        return sum(map(self.cost.duration_us, actions))
+    def _work_us(self, rank: int, actions: Sequence[Action]) -> float:
+        cost = self.cost_at(rank)
+        return sum(map(cost.duration_us, actions))
 
     def _of_exchange_us(self, rank: int) -> float:
         """How long the gradient of a rank's stage is on its way at least. Several stages hide each

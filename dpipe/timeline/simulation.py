@@ -8,8 +8,10 @@ The model, event by event:
   program order.
 - A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are
   full duplex.
-- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface
-  (`Egress`).
+- A machine's egress sends one message after another, whoever they are for: `tc` shapes an
+  interface (`Egress`). Its ranks share it. So they do the ingress, where one is known: machines
+  that send to it at once share that (`Ingress`). What its ranks send each other passes neither.
+- Where packets are lost, a connection is slower and a message later (`Link`).
 - A message does not wait for its receive to be posted. It costs neither end anything, unless their
   host says so.
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
@@ -37,8 +39,9 @@ from typing import assert_never
 from dpipe.schedule.action import RECVS, Action, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
+from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import StageExchanges
-from dpipe.timeline.machine import Clock, Machines
+from dpipe.timeline.machine import Call, Clock, Machines
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
@@ -60,7 +63,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.schedule = scenario.schedule
-        self.cost = scenario.cost
+        self.cost = scenario.cost  # for bytes; how long something takes differs by replica
         votes_differ = scenario.ballots is not None and not mirrors_votes
         told_apart = scenario.hosts or votes_differ
         self.mirrored = not told_apart and scenario.replicas_are_alike
@@ -93,6 +96,10 @@ class Simulation:
         if replicas is None or self.mirrored:
             return 1
         return replicas.count
+
+    def cost_at(self, rank: int) -> Cost:
+        """What actions take on `rank`."""
+        return self.scenario.cost_of(rank // self.schedule.num_ranks)
 
     @cached_property
     def vote_delays_us(self) -> list[tuple[float, float]]:
@@ -155,7 +162,38 @@ class Simulation:
     def _begin(self, rank: int) -> None:
         self.idle_since[rank] = self.clock.now_us
         self.begin_step(rank)
+        self._prepare(rank)
         self.advance(rank)
+
+    def _prepare(self, rank: int) -> None:
+        """Keep an idle rank for what it does between two steps."""
+        pipeline_rank = rank % self.schedule.num_ranks
+        first = self.schedule.of_rank(pipeline_rank, Op.VOTE)
+        takes_us = self.cost_at(rank).between_us[first.stage]
+        if not takes_us:
+            return
+        start_us = self.clock.now_us
+        self.idle_since[rank] = None
+
+        def over() -> None:
+            self.idle_since[rank] = self.clock.now_us
+            self._note(rank, Lane.BETWEEN, first, start_us)
+            self.advance(rank)
+
+        self._occupy(rank, takes_us, over)
+
+    def _occupy(
+        self,
+        rank: int,
+        takes_us: float,
+        over: Call,
+    ) -> None:
+        """Keep the thread of `rank` that computes for so long; longer where it shares cores."""
+        cores = self.machines.cores.get(rank)
+        if cores is not None and cores.host.computes:
+            cores.run(rank, takes_us, over, cores.host.threads)
+        else:
+            self.clock.after(takes_us, over)
 
     def begin_step(self, rank: int) -> None:
         """`rank` begins the step that it is at."""
@@ -175,6 +213,7 @@ class Simulation:
             self.machines.step[rank] += 1
             self.position[rank] = 0
             self.begin_step(rank)
+            self._prepare(rank)
         else:
             self.starts_us[rank].append(self.clock.now_us)
             self.idle_since[rank] = None
@@ -280,7 +319,7 @@ class Simulation:
                     self.exchanges.reduce(rank, action.stage)
             case Op.VOTE:
                 self._waited(rank, action)
-                if self.cost.duration_us(action):
+                if self.cost_at(rank).duration_us(action):
                     self.compute(rank, action)
                 else:
                     self._vote(rank, action)
@@ -292,13 +331,8 @@ class Simulation:
         start_us = self.clock.now_us
         self._waited(rank, action)
         self.idle_since[rank] = None
-        cores = self.machines.cores.get(rank)
-        takes_us = self.cost.duration_us(action)
         over = partial(self._computed, rank, action, start_us)
-        if cores is not None and cores.host.computes:
-            cores.run(rank, takes_us, over)
-        else:
-            self.clock.at(start_us + takes_us, over)
+        self._occupy(rank, self.cost_at(rank).duration_us(action), over)
 
     def _computed(
         self,
@@ -359,9 +393,8 @@ class Simulation:
             self.finish(rank, Lane.SEND, action, start_us, step)
 
         arrived = partial(self.finish, target, Lane.RECV, receive, step=step)
-        sender = self.machines.sender(rank)
         num_bytes = self.cost.num_bytes(action)
-        sender.send(target, num_bytes, left, arrived)
+        self.machines.wires.send(rank, target, num_bytes, left, arrived)
 
     def _reduced(self, rank: int, stage: int) -> None:
         reduce = Action(stage, Op.REDUCE_GRAD)
@@ -380,7 +413,7 @@ class Simulation:
             self.complete(rank, action, step)
             return
         if step not in self.votes:
-            self.votes[step] = Votes(self.clock, self.vote_delays_us, self._voted)
+            self.votes[step] = Votes(self.machines, self.vote_delays_us, self._voted)
         self.votes[step].cast(rank)
 
     def _voted(self, rank: int) -> None:

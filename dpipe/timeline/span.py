@@ -9,7 +9,8 @@ from dpipe.schedule.action import Action
 
 class Lane(StrEnum):
     """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has
-    nothing to run; TENSOR is what a tensor-parallel group exchanges, most of it inside COMPUTE.
+    nothing to run; TENSOR is what a tensor-parallel group exchanges, most of it inside COMPUTE;
+    BETWEEN is what a rank does between two steps: it writes its log, and reads data.
     """
 
     COMPUTE = "compute"
@@ -19,13 +20,15 @@ class Lane(StrEnum):
     UPDATE = "update"
     WAIT = "wait"
     TENSOR = "tensor"
+    BETWEEN = "between"
 
 
 class Span(NamedTuple):
     """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began.
 
-    `cpu_us` is the processor time that a measured span of compute took: less than its duration
-    where ranks share cores. A REDUCE span is one message of the exchange that its action stands
+    `cpu_us` is the processor time that a measured span took of its rank's own thread: less than its
+    duration where ranks share cores. Of a TENSOR span it is that of the process's other threads,
+    which exchange. A REDUCE span is one message of the exchange that its action stands
     for, to `peer`: a rank, or a server by its name.
     """
 

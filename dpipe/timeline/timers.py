@@ -121,7 +121,8 @@ def _timer(lane: Lane, op: Op) -> str | None:
         case Lane.TENSOR:
             # All others are inside of compute.
             return "backward-layernorm-all-reduce" if op is Op.COMPLETE else None
-        case Lane.RECV | Lane.REDUCE:
-            # Bytes moving beside compute: what of it was waited for is in WAIT.
+        case Lane.RECV | Lane.REDUCE | Lane.BETWEEN:
+            # Bytes moving beside compute: what of it was waited for is in WAIT. And what is done
+            # between two steps has PARTS of its own.
             return None
     assert_never(lane)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from dpipe.network.link import Network
-from dpipe.timeline.machine import Clock
+from dpipe.timeline.machine import Call, Machines, handle
 
 COORDINATOR = 0  # the rank on whose host it is
 
@@ -38,27 +38,39 @@ def vote_delays_us(network: Network, rank: int) -> tuple[float, float]:
 
 class Votes:
     """One vote of all ranks; `delays_us` are their `vote_delays_us`, and `over(rank)` is called
-    when a rank has the verdict.
+    when a rank has the verdict. Ballots and verdicts take the cores of both ends, as messages do.
     """
 
     def __init__(
         self,
-        clock: Clock,
+        machines: Machines,
         delays_us: Sequence[tuple[float, float]],
         over: Callable[[int], None],
     ) -> None:
-        self._clock = clock
+        self._machines = machines
         self._delays_us = delays_us
         self._over = over
         self._missing = len(delays_us)
 
     def cast(self, rank: int) -> None:
         ballot_us, _ = self._delays_us[rank]
-        self._clock.after(ballot_us, self._arrive)
+        count = partial(self._tell, COORDINATOR, 0.0, self._arrive)
+        self._tell(rank, ballot_us, count)
 
     def _arrive(self) -> None:
         self._missing -= 1
         if self._missing == 0:
             for rank, (_, verdict_us) in enumerate(self._delays_us):
-                over = partial(self._over, rank)
-                self._clock.after(verdict_us, over)
+                hear = partial(self._tell, rank, 0.0, partial(self._over, rank))
+                self._tell(COORDINATOR, verdict_us, hear)
+
+    def _tell(
+        self,
+        rank: int,
+        delay_us: float,
+        over: Call,
+    ) -> None:
+        """`over` once `rank` has done its end of a ballot or a verdict, and `delay_us` later."""
+        machines = self._machines
+        told = partial(machines.clock.after, delay_us, over)
+        handle(machines.cores.get(rank), (rank, "votes"), told)

@@ -5,6 +5,7 @@ kinds.py     TRANSPORTS: the transports by name, with their properties; without 
 link.py      one rank's end of the links with a peer: what is expected, arrived and went wrong
 staging.py   the way of a tensor between a GPU and host memory
 mesh.py      all links of one rank over connections: who dials, who is refused, opening and closing
+sessions.py  a mesh whose connections break and are dialled again, whatever carries them
 grpc.py      a mesh of gRPC streams: HTTP/2, TLS
 tcp.py       a mesh of TCP or TLS connections, faster where nothing asks for HTTP/2
 nccl.py      from GPU to GPU

@@ -37,7 +37,8 @@ _DEVICE_POLL_S = 0.5e-3  # and of one that waits for a device, which wakes nobod
 class ShapedTransport:
     """`inner` behind the links of `network`. An error of an inner link breaks the shaped one.
 
-    Raises `ProfileError` for a profile with jitter or loss, which need `tc`.
+    Raises `ProfileError` for a profile with jitter or loss, which need `tc`, and for machines whose
+    ranks share an interface, or whose ingress is bounded.
     """
 
     def __init__(
@@ -263,3 +264,15 @@ def _refuse_what_needs_tc(network: Network) -> None:
             "and rate alone; take them out of the profile, or shape the interface itself: "
             "python -m netem apply (needs root)"
         )
+    for interface in network.interfaces:
+        name = interface.machine
+        if len(interface.ranks) > 1:
+            raise ProfileError(
+                f"several ranks share the interface of machine {name!r}, and the shaped transport "
+                "slows each rank by itself; give the machine one device, or shape the hosts (netem)"
+            )
+        if interface.ingress_gbps is not None:
+            raise ProfileError(
+                f"machine {name!r} has ingress_gbps, and the shaped transport slows what is sent "
+                "alone; take it out, or shape the hosts in a lab (python -m netem lab)"
+            )

@@ -303,7 +303,7 @@ def shape(spec: dict[str, Any]) -> dict[str, Any]:
     _netem(*arguments, *(["--addresses", ",".join(spec["addresses"])] if spec["addresses"] else []))
     _write(SHAPED, {"profile": profile.stem, "device": device, "kept": False})
     subprocess.Popen(
-        [sys.executable, __file__, "doubt", json.dumps(spec["doubt_s"])],
+        [sys.executable, __file__, "revert", json.dumps(spec["revert_s"])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -323,7 +323,7 @@ def keep(spec: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def doubt(spec: float) -> None:
+def revert(spec: float) -> None:
     """Wait for `keep`, else remove the shaping: a profile must not lock its user out."""
     _await(lambda: (_read(SHAPED) or {"kept": True})["kept"], spec)
     if not (_read(SHAPED) or {"kept": True})["kept"]:
@@ -426,8 +426,8 @@ STREAMS = {verb.__name__: verb for verb in (hold, follow, pack, answer)}
 
 
 def main(verb: str, *arguments: str) -> None:
-    if verb == doubt.__name__:
-        doubt(json.loads(arguments[0]))
+    if verb == revert.__name__:
+        revert(json.loads(arguments[0]))
         return
     spec = json.loads(sys.stdin.readline())
     if verb in STREAMS:

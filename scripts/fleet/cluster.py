@@ -338,7 +338,7 @@ def down(hosts: Hosts, machines: list[Machine], kill: bool, grace: float, remove
     problems = [] if kill or not installed else job.stop(installed, None, "SIGTERM", grace)
     if installed and (kill or problems):
         problems = job.stop(installed, None, "SIGKILL", job.KILL_S)
-    problems += shaping.clear_what_answers(installed) if installed else []
+    problems += shaping.clear_reachable(installed) if installed else []
     for problem in problems:
         _say(problem)
     if remove and not problems:

@@ -1,6 +1,6 @@
-"""The hosts file: which machines a run has, and which ranks run where.
+"""The hosts file: the machines of a run, and the ranks that each of them runs.
 
-user = "ubuntu"             # said once, it holds for every host
+user = "ubuntu"             # applies to every host
 key = "~/.ssh/cloud.pem"
 [[host]]
 address = "18.185.3.4"      # rank 0, which runs the coordinator
@@ -9,6 +9,8 @@ advertise = "10.0.0.4"
 address = "18.185.3.5"      # ranks 1 and 2
 advertise = "10.0.0.5"
 slots = 2
+
+A file of machines may stand for it.
 """
 
 import difflib
@@ -20,9 +22,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dpipe.errors import InputError
+from dpipe.machines.file import load_machines
 from dpipe.toml import parse_toml, read_text
 
 _ERRORS_SHOWN = 20
+_RENAMED = {"meeting_port": "coordinator_port"}  # keys of older hosts files
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -40,7 +44,7 @@ def _no_option(text: str) -> str:
 
 
 def _from_home(text: str) -> str:
-    """A path on the host; a relative one starts where SSH does, in the home folder."""
+    """A path on the host. A relative path starts in the home folder, as in SSH."""
     folder = text.removeprefix("~/").rstrip("/")
     if folder in ("", "~", "."):
         raise ValueError("must be a folder of its own")
@@ -52,26 +56,26 @@ RemotePath = Annotated[str, AfterValidator(_from_home)]
 
 
 class Host(BaseModel):
-    """One machine. Everything but `address` and `advertise` may also be said once for all."""
+    """One machine. Every key but `address` and `advertise` may also stand at the top of the file,
+    where it applies to all hosts.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    address: Name  # what ssh connects to: a name of ~/.ssh/config will do if `advertise` is given
-    advertise: Name | None = (
-        None  # where the other hosts reach it; default: address; "none": it only dials
-    )
-    user: Name | None = None  # like port and key: default is what ssh is configured to
+    address: Name  # what ssh connects to; a Host of ~/.ssh/config works if `advertise` is set
+    # Where the other hosts reach it; default: `address`. "none": they cannot, it connects to them.
+    advertise: Name | None = None
+    user: Name | None = None  # user, port and key default to the configuration of ssh
     port: Port | None = None
     key: Path | None = None
     ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
     slots: Annotated[int, Field(ge=1, le=4096)] = 1  # ranks on this host
-    interface: Name | None = None  # what netem shapes; default: the one that leads to the next host
-    folder: RemotePath = "dpipe"  # where all goes
-    python: str = "python3"  # with which scripts/setup makes the environment
+    interface: Name | None = None  # that netem shapes; default: the one that leads to the next host
+    folder: RemotePath = "dpipe"  # all files of dpipe and its runs are in it
+    python: str = "python3"  # that scripts/setup makes the environment with
     extras: str = ""  # of setup.py, such as "plot"
-    venv: RemotePath | None = (
-        None  # an environment that is there already: scripts/setup is not run then
-    )
+    # An existing environment to use; scripts/setup is then not run.
+    venv: RemotePath | None = None
 
     @property
     def name(self) -> str:
@@ -113,7 +117,7 @@ class Hosts:
         return f"{self.hosts[0].reached_at}:{self.coordinator_port}"
 
     def ranks(self, num_ranks: int) -> list[HostRank]:
-        """Raises `HostsError` where there are fewer slots than ranks."""
+        """Raises `HostsError` if there are fewer slots than ranks."""
         every = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         if len(every) < num_ranks:
             raise HostsError(
@@ -128,12 +132,14 @@ class Hosts:
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    meeting_port: Port = 7000  # on which rank 0's coordinator listens
+    coordinator_port: Port = 7000  # on rank 0's host
     host: Annotated[tuple[Host, ...], Field(min_length=1)]
 
 
 def load_hosts(path: Path) -> Hosts:
-    """Raises `HostsError` naming the file, the host and the key."""
+    """Also from a file of machines, each of which says where it is reached; ssh's own configuration
+    then knows users and keys. Raises `HostsError` naming the file, the host and the key.
+    """
     try:
         table = parse_toml(read_text(path))
     except FileNotFoundError:
@@ -143,6 +149,8 @@ def load_hosts(path: Path) -> Hosts:
         ) from None
     except (ValueError, IsADirectoryError) as error:
         raise HostsError(f"hosts file {path} is not TOML: {error}") from None
+    if "machine" in table:
+        table = {"host": _of_machines(path)}
     try:
         file = _File.model_validate(_spread(table))
     except ValidationError as error:
@@ -150,11 +158,23 @@ def load_hosts(path: Path) -> Hosts:
             "\n".join(f"hosts file {path}: {_explain(e)}" for e in error.errors()[:_ERRORS_SHOWN])
         ) from None
     _check(path, file.host)
-    return Hosts(path, file.host, file.meeting_port)
+    return Hosts(path, file.host, file.coordinator_port)
+
+
+def _of_machines(path: Path) -> list[dict[str, Any]]:
+    hosts = []
+    for machine in load_machines(path).machines:
+        if machine.host is None:
+            raise HostsError(
+                f"machines file {path}: machine {machine.name!r} has no host, the address at which "
+                "it is reached"
+            )
+        hosts.append({"address": machine.host, "slots": machine.devices})
+    return hosts
 
 
 def _spread(table: dict[str, Any]) -> dict[str, Any]:
-    """Write what is said once for all into every host that does not say otherwise."""
+    """Copy the keys at the top of the file into every host that does not set them itself."""
     own = {"address", "advertise"}
     shared = {key: table.pop(key) for key in list(table) if key in Host.model_fields.keys() - own}
     hosts = table.get("host")
@@ -191,7 +211,9 @@ def _explain(error: Any) -> str:
     at = f"host {where[1]}: " if where[:1] == ["host"] and len(where) > 1 else ""
     key = str(where[-1])[:100] if where else "file"
     if error["type"] == "extra_forbidden":
-        known = list(Host.model_fields) + ([] if at else ["meeting_port", "host"])
+        if key in _RENAMED:
+            return f"{at}{key!r} is now called {_RENAMED[key]!r}; rename it"
+        known = list(Host.model_fields) + ([] if at else ["coordinator_port", "host"])
         close = difflib.get_close_matches(key, known, n=1)
         return f"{at}unknown key {key!r}; " + (
             f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

@@ -1,11 +1,10 @@
-"""The project on every machine, at one commit: a git archive over SSH, then scripts/setup there.
+"""Installs the project on every machine at one commit: a git archive over SSH, then scripts/setup.
 
-    all answer? ── all can? ──► on each: files that are no longer tracked go, the others come,
-                                scripts/setup, `commit`
-       │ no          │ no
-       └─────────────┴──► nothing has been changed anywhere
+    all answer? ── all meet the requirements? ──► on each: remove files that are no longer tracked,
+       │ no            │ no                       unpack the archive, scripts/setup, write `commit`
+       └───────────────┴──► nothing has changed on any machine
 
-What is not tracked stays: the environment, runs, data.
+Untracked files stay: the environment, runs, data.
 """
 
 import gzip
@@ -25,15 +24,15 @@ _BOOT_S = 300.0
 
 Say = Callable[[Machine, str], None]
 
-# Asks only; a machine that is booting for the first time is given the time to finish.
-_CAN = """
+# Changes nothing. A machine that boots for the first time is given time to finish.
+_REQUIREMENTS = """
 if command -v cloud-init >/dev/null; then timeout {boot:g} cloud-init status --wait >/dev/null; fi
 {python} -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     echo "needs Python 3.11 or newer, and {python} is not"
 command -v tar >/dev/null && command -v gzip >/dev/null || echo "needs tar and gzip"
 """
 
-_MARK = """
+_WRITE_COMMIT = """
 echo {commit} >{folder}/commit
 """
 
@@ -50,9 +49,9 @@ _SETUP = """set -eu
 (cd {source} && PYTHON={python} timeout {limit:g} scripts/setup {extras})
 """
 
-# An environment that somebody else keeps: dpipe runs from its files, so only their generated part
-# is made.
-_SETUP_IN = """set -eu
+# In the user's own environment nothing is installed: dpipe runs from its source, and only the
+# protos are compiled.
+_SETUP_SOURCE = """set -eu
 python=$(realpath --no-symlinks {interpreter})
 "$python" -c 'import grpc_tools' 2>/dev/null || {{
     echo "$python has no grpcio-tools to compile the protos: pip install grpcio-tools==1.85.1" >&2
@@ -69,14 +68,14 @@ python=$(realpath --no-symlinks {interpreter})
 
 @dataclass(frozen=True)
 class Release:
-    """The project at a commit, ready to be sent."""
+    """The project's files at a commit."""
 
     commit: str
     archive: bytes
 
     @classmethod
     def of(cls, repository: Path, revision: str) -> "Release":
-        """Raises `InputError` where git knows no such revision."""
+        """Raises `InputError` if git does not know the revision."""
         commit = (
             _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
             .decode()
@@ -86,7 +85,7 @@ class Release:
 
 
 def uncommitted(repository: Path) -> list[str]:
-    """What is changed here and will not be there."""
+    """Local changes that are not part of the commit, and so will not be on the hosts."""
     return _git(repository, "status", "--porcelain", "--untracked-files=no").decode().splitlines()
 
 
@@ -100,7 +99,7 @@ def _git(repository: Path, *words: str) -> bytes:
         )
     except FileNotFoundError:
         raise InputError(
-            "git is not here; it makes the archive that is sent to the hosts"
+            "git is not installed on this machine; it makes the archive that is sent to the hosts"
         ) from None
     if done.returncode != 0:
         raise InputError(f"git {words[0]}: {done.stderr.decode().strip()}")
@@ -110,21 +109,22 @@ def _git(repository: Path, *words: str) -> bytes:
 def install(
     machines: Sequence[Machine], release: Release, *, say: Say, limit_s: float = SETUP_S
 ) -> None:
-    """Raises `HostRefused` before anything is changed, where a machine does not answer, cannot, or
-    is busy.
+    """Raises `HostRefused`, before anything has changed on any machine, if one does not answer,
+    does not meet the requirements, or has a run going.
     """
-    found = dict(zip(machines, each(machines, lambda machine: _check(machine, say)), strict=True))
+    commits = each(machines, lambda machine: _check(machine, say))
+    commit_of = dict(zip(machines, commits, strict=True))
 
-    def settle(machine: Machine) -> None:
-        if found[machine] != release.commit:
+    def bring_up_to_date(machine: Machine) -> None:
+        if commit_of[machine] != release.commit:
             _install(machine, release, say, limit_s)
         say(machine, f"has {release.commit:.12}")
 
-    each(machines, settle)
+    each(machines, bring_up_to_date)
 
 
 def installed(machine: Machine) -> str | None:
-    """The commit that is whole on a machine."""
+    """The commit that is completely installed on a machine; None if there is none."""
     interpreter, commit = (
         shlex.quote(path) for path in (machine.host.interpreter, f"{machine.host.folder}/commit")
     )
@@ -135,17 +135,15 @@ def installed(machine: Machine) -> str | None:
 
 
 def require_installed(machines: Sequence[Machine]) -> None:
-    """Raises `HostRefused` where machines do not answer, have nothing, or have different
-    commits.
-    """
+    """Raises `HostRefused` unless all machines answer and have the same commit."""
     commits = dict(zip(machines, each(machines, installed), strict=True))
     if missing := [machine.host.name for machine, commit in commits.items() if commit is None]:
         raise HostRefused(f"nothing is installed on {', '.join(missing)}; run scripts/cluster up")
     if len(set(commits.values())) > 1:
-        found = ", ".join(
+        each_has = ", ".join(
             f"{machine.host.name} has {commit:.12}" for machine, commit in commits.items() if commit
         )
-        raise HostRefused(f"the hosts have different commits: {found}; run scripts/cluster up")
+        raise HostRefused(f"the hosts have different commits: {each_has}; run scripts/cluster up")
 
 
 def copy(machines: Sequence[Machine], archive: bytes) -> None:
@@ -159,15 +157,15 @@ def copy(machines: Sequence[Machine], archive: bytes) -> None:
 
 
 def _check(machine: Machine, say: Say) -> str | None:
-    """The commit that is there. Raises `HostRefused` where the machine cannot be changed."""
+    """The commit that is installed. Raises `HostRefused` if another one cannot be."""
     say(machine, "checking")
     host = machine.host
-    words = machine.run(
-        _CAN.format(python=shlex.quote(host.python), boot=_BOOT_S), timeout_s=_BOOT_S + 60
+    missing = machine.run(
+        _REQUIREMENTS.format(python=shlex.quote(host.python), boot=_BOOT_S), timeout_s=_BOOT_S + 60
     )
-    if words and host.venv is None:
+    if missing and host.venv is None:
         raise HostRefused(
-            f"host {host.name}: {words.decode().strip()}; set python in the hosts file"
+            f"host {host.name}: {missing.decode().strip()}; set python in the hosts file"
         )
     commit = installed(machine)
     if commit is not None:
@@ -188,7 +186,7 @@ def _install(machine: Machine, release: Release, say: Say, limit_s: float) -> No
         _UNPACK.format(folder=folder, source=source), stdin=release.archive, timeout_s=limit_s
     )
     say(machine, "setting up")
-    script = (_SETUP if host.venv is None else _SETUP_IN) + _MARK
+    script = (_SETUP if host.venv is None else _SETUP_SOURCE) + _WRITE_COMMIT
     command = script.format(
         source=source,
         limit=limit_s,
@@ -202,6 +200,6 @@ def _install(machine: Machine, release: Release, say: Say, limit_s: float) -> No
 
 
 def remove(machine: Machine) -> None:
-    """Take everything off a machine; a folder that holds no installation is left alone."""
+    """Delete the folder on a machine, if it holds an installation."""
     folder = shlex.quote(machine.host.folder)
     machine.run(f"test ! -e {folder}/commit || rm -rf {folder}", timeout_s=SETUP_S)

@@ -1,7 +1,7 @@
-"""A run: checked, then started on all its machines or on none; told to stop; its outcome.
+"""A run: checked, then started on all of its machines or on none, and stopped.
 
-What a rank needs to find its place comes in its environment, as from `dpipe launch`; so does the
-run's token, which must not be on a command line, where every user of a machine can read it.
+A rank reads its number and the coordinator's address from environment variables, as under `dpipe
+launch`. So it does the run's token, because every user of a machine can read a command line.
 """
 
 import secrets
@@ -17,15 +17,15 @@ from dpipe.errors import DpipeError
 from fleet.hosts import HostRank, Hosts, HostsError
 from fleet.ssh import COMMAND_S, Machine, each
 
-STOP_S = 60.0  # for a step and a checkpoint
+STOP_S = 60.0  # to finish a step and write a checkpoint
 KILL_S = 5.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run, and on which host each rank runs."""
+    """A configuration, and the host that each rank runs on."""
 
-    name: str  # of the run; with `resume`, of the one that is continued
+    name: str  # of the run; with `resume`, of the run that is continued
     text: str  # of the configuration file
     config: Config
     overrides: tuple[str, ...]
@@ -47,7 +47,7 @@ class Job:
         fallback: bool = False,
         trust_code: bool = False,
     ) -> "Job":
-        """Raises `ConfigError` for a configuration that cannot be, `HostsError` where it needs more
+        """Raises `ConfigError` if the configuration is not valid, `HostsError` if it needs more
         hosts.
         """
         name = resume or name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -113,8 +113,8 @@ class Job:
 
 
 def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]]:
-    """Start every rank; returns where in its log each one's run begins. Where one cannot start,
-    none stays.
+    """Start every rank; returns by machine and rank the offset in the rank's log at which this run
+    begins. If one rank cannot be started, all are stopped.
     """
     token = secrets.token_urlsafe(16)
     of_host = {
@@ -133,21 +133,21 @@ def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]
 
 
 def stop(machines: Sequence[Machine], run: str | None, how: str, wait_s: float = 0.0) -> list[str]:
-    """Send the signal `how` to the live ranks of a run (the newest on each machine), and wait up to
-    `wait_s` for them to end.
+    """Send the signal `how` to the live ranks of a run (None: the newest on each machine), and wait
+    up to `wait_s` for them to exit.
 
-    Returns a line for each machine that was not reached, or where a rank outlived the wait.
+    Returns an error for each machine that was not reached or has a rank that did not exit in time.
     """
 
-    def tell(machine: Machine) -> str | None:
+    def stop_on(machine: Machine) -> str | None:
         try:
             left = machine.agent(
                 "stop", run=run, signal=how, wait_s=wait_s, timeout_s=wait_s + COMMAND_S
             )["alive"]
-        except DpipeError as error:  # the others are told all the same
+        except DpipeError as error:  # the other machines are stopped all the same
             return str(error)
         if left and wait_s > 0:
             return f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after {how}"
         return None
 
-    return [doubt for doubt in each(machines, tell) if doubt is not None]
+    return [error for error in each(machines, stop_on) if error is not None]

@@ -1,7 +1,7 @@
-"""A network profile on every machine, by its own `tc`; node i is the i-th host of the file.
+"""Applies a network profile to every machine with its own `tc`; node i is host i of the hosts file.
 
-shape on all ──► keep on all      a machine that `keep` cannot reach takes its profile off by itself
-    └── one refuses: off on all
+shape on all ──► keep on all      a machine that `keep` does not reach removes its profile itself
+    └── one fails: unshape on all
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dpipe.errors import DpipeError
-from dpipe.network.profile import load_network
+from dpipe.machines.hosts import load_hosts_network
 from fleet.ssh import HostRefused, Machine, as_line, each
 
-DOUBT_S = 45.0  # until a profile that has locked us out is taken off
+REVERT_S = 45.0  # until a profile that has cut off our connection is removed again
 VERIFY_S = 120.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A profile for these machines. `addresses` are empty where the links are alike: tc then needs
-    none.
+    """A profile for these machines. `addresses` is empty if all links are alike: tc then does not
+    tell peers apart.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Shape:
 
     @classmethod
     def of(cls, profile: Path, machines: Sequence[Machine]) -> "Shape":
-        """Raises `ProfileError` for a profile that cannot be read or lacks a pair, `HostRefused`
-        for a host by name.
+        """Raises `ProfileError` if the profile cannot be read or lacks a pair, `HostRefused` if a
+        host is known only by its name.
         """
-        network = load_network(profile)
+        network = load_hosts_network(profile)
         network.check(len(machines))
         addresses = tuple(machine.host.reached_at for machine in machines)
         for machine, address in zip(machines, addresses, strict=True):
@@ -50,63 +50,63 @@ class Shape:
 
 
 def apply(machines: Sequence[Machine], shape: Shape) -> list[str]:
-    """Shape every machine; returns their devices. Where one cannot be shaped, none stays so."""
+    """Shape every machine; returns their devices. If one cannot be shaped, none is."""
     numbers = {machine: number for number, machine in enumerate(machines)}
 
-    def put_on(machine: Machine) -> str:
+    def shape_one(machine: Machine) -> str:
         node = numbers[machine]
         peer = machines[(node + 1) % len(machines)].host.reached_at
         spec: dict[str, Any] = {
             "name": shape.name,
             "profile": shape.text,
             "addresses": shape.addresses,
-            "doubt_s": DOUBT_S,
+            "revert_s": REVERT_S,
         }
-        given: dict[str, Any] = {"node": node, "device": machine.host.interface, "toward": peer}
-        return str(machine.agent("shape", **spec, **given)["device"])
+        spec |= {"node": node, "device": machine.host.interface, "toward": peer}
+        return str(machine.agent("shape", **spec)["device"])
 
     try:
-        devices = each(machines, put_on)
-        each(machines, lambda machine: machine.agent("keep", timeout_s=DOUBT_S))
+        devices = each(machines, shape_one)
+        each(machines, lambda machine: machine.agent("keep", timeout_s=REVERT_S))
     except BaseException:
-        clear_what_answers(machines)
+        clear_reachable(machines)
         raise
     return devices
 
 
 def clear(machines: Sequence[Machine]) -> list[str | None]:
-    """Take profiles off; returns the devices, None where there was none."""
+    """Remove the profiles; returns the devices, None for a machine that had no profile."""
     return each(machines, lambda machine: machine.agent("unshape")["cleared"])
 
 
-def clear_what_answers(machines: Sequence[Machine]) -> list[str]:
-    """The same, whatever is wrong with some of them; returns what was."""
+def clear_reachable(machines: Sequence[Machine]) -> list[str]:
+    """Remove the profiles wherever that is possible; returns the errors of the other machines."""
 
-    def take_off(machine: Machine) -> str | None:
+    def clear_one(machine: Machine) -> str | None:
         try:
             machine.agent("unshape")
         except DpipeError as error:
             return str(error)
         return None
 
-    return [error for error in each(machines, take_off) if error is not None]
+    return [error for error in each(machines, clear_one) if error is not None]
 
 
 def verify(machines: Sequence[Machine], shape: Shape) -> list[dict[str, Any]]:
-    """What each machine's link to the next one gives, all at once: rows as text, and whether they
-    are close.
+    """Measure each machine's link to the next one, all at the same time. Each answer has its rows
+    as text, and whether they are close to the profile.
     """
     ring = [(node, (node + 1) % len(machines)) for node in range(len(machines))]
 
     def measure(pair: tuple[int, int]) -> Any:
         node, peer = pair
-        given = {
+        spec = {
             "name": shape.name,
             "node": node,
             "peer": peer,
             "address": machines[peer].host.reached_at,
         }
-        return machines[node].agent("verify", timeout_s=VERIFY_S, **given)
+        return machines[node].agent("verify", timeout_s=VERIFY_S, **spec)
 
     with ExitStack() as stack:
         for machine in machines:

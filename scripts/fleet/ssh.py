@@ -1,9 +1,9 @@
-"""OpenSSH's client as a function call, and the same on all machines at once.
+"""Commands on one machine, or on all at once, through OpenSSH's client.
 
-The program rather than a library: ~/.ssh/config, agents, bastions and hardware keys work as they do
-in the user's terminal, there is nothing to install, and a connection that hangs is a process that
-can be killed. The first command opens a machine's connection, the others share it (ControlMaster),
-so a round trip is all that they cost.
+It is the program and not a library, so ~/.ssh/config, agents, bastions and hardware keys work as in
+the user's terminal, nothing has to be installed, and a connection that hangs is a process that can
+be killed. The first command opens a connection and the others share it (ControlMaster), so each
+costs one round trip.
 """
 
 import json
@@ -23,14 +23,14 @@ from fleet.hosts import Host
 T = TypeVar("T")
 
 CONNECT_S = 10
-SILENT_S = 5  # between signs of life; three that are missing end a connection
+SILENT_S = 5  # between keepalives; a connection ends when three are missing
 COMMAND_S = 60.0
-_FAILED = 255  # ssh's own exit status, where it is not the command's
+_FAILED = 255  # the exit status of ssh when ssh itself has failed, and not the command
 _TAIL_LINES = 20
 
 
 class HostRefused(InputError):  # noqa: N818 - what happened
-    """A machine cannot do what is asked, or cannot be reached; nothing was changed on any."""
+    """A machine is not reachable or cannot do what is asked; nothing has changed on any machine."""
 
 
 class Unreachable(HostRefused):
@@ -38,7 +38,7 @@ class Unreachable(HostRefused):
 
 
 class HostFailed(RunError):  # noqa: N818
-    """Something has failed on a machine; the message names it and says what the machine said."""
+    """A command has failed on a machine; the message has the end of its output."""
 
 
 class Machine:
@@ -53,23 +53,23 @@ class Machine:
     def run(
         self, command: str, *, stdin: bytes | IO[bytes] = b"", timeout_s: float = COMMAND_S
     ) -> bytes:
-        """What a shell command prints. Raises `Unreachable`, or `HostFailed` with the end of what
-        it said.
+        """What a shell command prints. Raises `Unreachable`, or `HostFailed` with the end of the
+        output.
         """
         with self.process(command) as process:
             try:
-                said, complaint = process.communicate(
+                output, errors_output = process.communicate(
                     stdin if isinstance(stdin, bytes) else stdin.read(), timeout_s
                 )
             except subprocess.TimeoutExpired:
                 raise HostFailed(
                     f"host {self.host.name}: `{command}` has not ended after {timeout_s:g} s"
                 ) from None
-        self.check(process.returncode, command, said, complaint)
-        return said
+        self.check(process.returncode, command, output, errors_output)
+        return output
 
     def agent(self, verb: str, *, timeout_s: float = COMMAND_S, **spec: Any) -> Any:
-        """The answer of the agent on the machine. Raises `HostRefused` where it refuses."""
+        """The answer of the agent on the machine. Raises `HostRefused` if it refuses."""
         answer = json.loads(
             self.run(self.agent_command(verb), stdin=as_line(spec), timeout_s=timeout_s)
         )
@@ -78,18 +78,18 @@ class Machine:
         return answer
 
     def agent_command(self, verb: str) -> str:
-        """Its specification comes on standard input: a command line is seen by every user of the
-        machine.
+        """The specification goes to its standard input, because every user of a machine can read a
+        command line.
         """
-        # -S: it needs no packages, and starts in two thirds of the time.
+        # -S: it needs no packages, and starts in two thirds of the time without them.
         return shlex.join(
             [self.host.interpreter, "-S", f"{self.host.source}/scripts/fleet/agent.py", verb]
         )
 
     @contextmanager
     def process(self, command: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A command over pipes, killed at the end of the block. A session of its own keeps Ctrl-C
-        ours.
+        """A command over pipes, killed at the end of the block. It has a session of its own, so
+        that Ctrl-C reaches only us.
         """
         pipe = subprocess.PIPE
         argv = [*self._ssh(), command]
@@ -106,22 +106,22 @@ class Machine:
                 with self._lock:
                     self._running.discard(process)
 
-    def check(self, status: int, command: str, said: bytes, complaint: bytes) -> None:
-        words = "\n".join(
-            (said + complaint).decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+    def check(self, status: int, command: str, output: bytes, errors_output: bytes) -> None:
+        tail = "\n".join(
+            (output + errors_output).decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
         )
         if status == _FAILED:
             raise Unreachable(
                 f"host {self.host.name} does not answer: "
-                f"{complaint.decode(errors='replace').strip()}"
+                f"{errors_output.decode(errors='replace').strip()}"
             )
         if status != 0:
             raise HostFailed(
-                f"host {self.host.name}: `{_short(command)}` failed ({status}):\n{words}"
+                f"host {self.host.name}: `{_short(command)}` failed ({status}):\n{tail}"
             )
 
     def kill(self) -> None:
-        """End the commands under way, in whatever thread."""
+        """Kill the commands of all threads."""
         with self._lock:
             for process in self._running:
                 process.kill()
@@ -133,7 +133,7 @@ class Machine:
     def _ssh(self, *words: str) -> list[str]:
         host = self.host
         options = [
-            *host.ssh_options,  # first: ssh takes the first value it meets
+            *host.ssh_options,  # first, because ssh uses the first value of an option
             "BatchMode=yes",
             f"ConnectTimeout={CONNECT_S}",
             f"ServerAliveInterval={SILENT_S}",
@@ -144,16 +144,16 @@ class Machine:
             f"ControlPath={self.socket}",
             "ControlPersist=60",
         ]
-        given = ["-p", str(host.port)] if host.port else []
-        given += ["-i", str(host.key.expanduser()), "-o", "IdentitiesOnly=yes"] if host.key else []
-        where = host.address if host.user is None else f"{host.user}@{host.address}"
+        login = ["-p", str(host.port)] if host.port else []
+        login += ["-i", str(host.key.expanduser()), "-o", "IdentitiesOnly=yes"] if host.key else []
+        target = host.address if host.user is None else f"{host.user}@{host.address}"
         return [
             "ssh",
             "-T",
             *(word for option in options for word in ("-o", option)),
-            *given,
+            *login,
             *words,
-            where,
+            target,
         ]
 
 
@@ -170,8 +170,8 @@ def connected(hosts: Sequence[Host]) -> Iterator[list[Machine]]:
 
 
 def each(machines: Sequence[Machine], action: Callable[[Machine], T]) -> list[T]:
-    """Do the same on all machines at once; raises one error with a line for each where it
-    failed.
+    """Call `action` on all machines at the same time. Raises one error, with a line for each
+    machine on which it failed.
     """
     with ThreadPoolExecutor(len(machines)) as pool:
         futures = [pool.submit(action, machine) for machine in machines]

@@ -1,12 +1,11 @@
-"""Every rank's log in one view, through lost connections, until all have ended; and what to do when
-one fails.
+"""Shows the logs of all ranks together until all have ended, and stops a run of which a rank fails.
 
     machine 0 ── agent follow ──► thread ─┐
     machine 1 ── agent follow ──► thread ─┼─► one queue ──► the view
     Ctrl-C ────────────────── handler ────┘
 
-A run does not depend on being watched. A thread whose connection is lost opens another and goes on
-where it was.
+A run does not depend on being watched. A thread that loses its connection opens another one and
+continues at the same place in the log.
 """
 
 import json
@@ -26,11 +25,11 @@ from dpipe.errors import DpipeError
 from fleet.job import KILL_S, stop
 from fleet.ssh import Machine, Unreachable, as_line
 
-GRACE_S = 15.0  # for the others to stop by themselves, once a rank has failed
-LOST_S = 60.0  # without a connection, until a machine is given up
+GRACE_S = 15.0  # for the others to stop by themselves when a rank has failed
+LOST_S = 60.0  # without a connection, until we give up on a machine
 RETRY_S = 1.0
-SILENT_S = 30.0  # the agent gives a sign of life every 5 s
-_LOOK_S = 0.5
+SILENT_S = 30.0  # the agent sends a heartbeat every 5 s
+_POLL_S = 0.5
 
 Say = Callable[[str], None]
 
@@ -43,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Ended:
-    """The outcome of a rank: `code` is None where nobody knows how it went."""
+    """The outcome of a rank; `code` is None if it is not known."""
 
     rank: int
     host: str
@@ -59,13 +58,13 @@ class Ended:
 
 
 class Watch:
-    """Follows a run's logs from `offsets`; an iteration over it ends when every rank has ended."""
+    """Follows a run's logs from `offsets`; iterating over it ends when every rank has ended."""
 
     def __init__(
         self, run: str, offsets: Mapping[Machine, dict[int, int]], *, wait: bool = True
     ) -> None:
         self._run, self._wait = run, wait
-        self._news: SimpleQueue[Line | Ended] = SimpleQueue()
+        self._events: SimpleQueue[Line | Ended] = SimpleQueue()
         self._left = {rank for ranks in offsets.values() for rank in ranks}
         self._closed = threading.Event()
         self._machines = list(offsets)
@@ -87,10 +86,10 @@ class Watch:
             thread.join(SILENT_S)
 
     def __iter__(self) -> Iterator[Line | Ended | None]:
-        """What happens, and None where nothing has for a moment."""
+        """Lines and outcomes as they arrive; None if nothing has arrived for a moment."""
         while self._left:
             try:
-                event = self._news.get(timeout=_LOOK_S)
+                event = self._events.get(timeout=_POLL_S)
             except Empty:
                 yield None
                 continue
@@ -99,25 +98,25 @@ class Watch:
             yield event
 
     def _follow(self, machine: Machine, offsets: dict[int, int]) -> None:
-        heard = time.monotonic()
+        last_message = time.monotonic()
         while offsets and not self._closed.is_set():
             why = "its log has ended early"
             try:
-                for told in self._told(machine, offsets):
-                    heard = time.monotonic()
-                    self._pass_on(machine, offsets, told)
+                for message in self._messages(machine, offsets):
+                    last_message = time.monotonic()
+                    self._pass_on(machine, offsets, message)
             except DpipeError as error:
                 why = str(error)
-            if time.monotonic() - heard > LOST_S:
+            if time.monotonic() - last_message > LOST_S:
                 break
             if offsets:
                 self._closed.wait(RETRY_S)
         for rank in offsets:
-            self._news.put(
+            self._events.put(
                 Ended(rank, machine.host.name, None, f"not heard of for {LOST_S:g} s: {why}")
             )
 
-    def _told(self, machine: Machine, offsets: dict[int, int]) -> Iterator[dict[str, Any]]:
+    def _messages(self, machine: Machine, offsets: dict[int, int]) -> Iterator[dict[str, Any]]:
         command = machine.agent_command("follow")
         with machine.process(command) as process:
             assert process.stdin is not None and process.stderr is not None
@@ -131,23 +130,23 @@ class Watch:
             yield from map(json.loads, _lines(process))
             machine.check(process.wait(SILENT_S), command, b"", process.stderr.read())
 
-    def _pass_on(self, machine: Machine, offsets: dict[int, int], told: dict[str, Any]) -> None:
-        match told:
+    def _pass_on(self, machine: Machine, offsets: dict[int, int], message: dict[str, Any]) -> None:
+        match message:
             case {"rank": rank, "line": line, "offset": offset}:
                 offsets[rank] = offset
-                self._news.put(Line(rank, line))
+                self._events.put(Line(rank, line))
             case {"rank": rank, "state": state, "code": code}:
                 del offsets[rank]
                 why = (
-                    "gone without an exit code; was the machine started anew?"
+                    "gone without an exit code; has the machine been restarted?"
                     if state == "lost"
                     else state
                 )
-                self._news.put(Ended(rank, machine.host.name, code, why))
+                self._events.put(Ended(rank, machine.host.name, code, why))
 
 
 def _lines(process: "subprocess.Popen[bytes]") -> Iterator[bytes]:
-    """Lines of standard output until its end. Raises `Unreachable` after too long a silence."""
+    """Lines of standard output until its end. Raises `Unreachable` after SILENT_S without any."""
     assert process.stdout is not None
     rest = b""
     while select.select([process.stdout], [], [], SILENT_S)[0]:
@@ -156,28 +155,28 @@ def _lines(process: "subprocess.Popen[bytes]") -> Iterator[bytes]:
             return
         *lines, rest = (rest + read).split(b"\n")
         yield from lines
-    raise Unreachable(f"no sign of life for {SILENT_S:g} s")
+    raise Unreachable(f"no heartbeat for {SILENT_S:g} s")
 
 
 def attend(
     watch: Watch,
     machines: Sequence[Machine],
     run: str,
-    asked: Sequence[int],
+    received: Sequence[int],
     *,
     show: Callable[[Line], None],
     say: Say,
 ) -> int:
-    """Show a run until it has ended; returns its exit code, the first failing rank's.
+    """Show a run until it has ended; returns the exit code of the first rank that failed, or 0.
 
-    The first signal in `asked` has the ranks stop after this step with a checkpoint, a second one
-    kills them. Where a rank fails, the others hear of it from the coordinator; after a grace they
-    are killed.
+    On the first signal in `received` the ranks stop after the current step with a checkpoint; on a
+    second one they are killed. If a rank fails, the others hear of it from the coordinator and
+    stop; they are killed if that takes longer than GRACE_S.
     """
     outcomes: list[Ended] = []
     deadline: float | None = None
     with watch:
-        answered = 0
+        handled = 0
         for event in watch:
             match event:
                 case Line():
@@ -187,19 +186,17 @@ def attend(
                     if event.code != 0 and deadline is None:
                         deadline = time.monotonic() + GRACE_S
                         say(f"{event}; the others stop")
-            if len(asked) > answered:
-                answered = len(asked)
-                _obey(machines, run, answered, say)
+            if len(received) > handled:
+                handled = len(received)
+                _stop(machines, run, handled, say)
             if deadline is not None and time.monotonic() > deadline:
                 deadline = float("inf")
-                _obey(machines, run, 2, say)
+                _stop(machines, run, 2, say)
     return conclude(outcomes, say)
 
 
 def conclude(outcomes: Sequence[Ended], say: Say) -> int:
-    """The exit code of a run; where it failed, says how each rank ended, the first failure
-    first.
-    """
+    """The exit code of a run. If it failed, prints how each rank ended, the first failure first."""
     failed = [outcome for outcome in outcomes if outcome.code != 0]
     if not failed:
         return 0
@@ -208,19 +205,19 @@ def conclude(outcomes: Sequence[Ended], say: Say) -> int:
     return failed[0].code or 1
 
 
-def _obey(machines: Sequence[Machine], run: str, times: int, say: Say) -> None:
+def _stop(machines: Sequence[Machine], run: str, times: int, say: Say) -> None:
     if times == 1:
         say("stopping: the ranks finish their step and write a checkpoint; once more kills them")
-    for doubt in (
+    for error in (
         stop(machines, run, "SIGTERM") if times == 1 else stop(machines, run, "SIGKILL", KILL_S)
     ):
-        say(doubt)
+        say(error)
 
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """The Ctrl-C and SIGTERM that have come so far. Open it before a run is started: none may leave
-    it unattended.
+    """The Ctrl-C and SIGTERM received so far. Open it before a run is started, so that no signal
+    leaves a run that nobody stops.
     """
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""One point of a table or figure: a GPT, how it is cut, and its batch."""
+"""One point of a table or figure: a GPT, its parallel layout, and its batch."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ CONTEXT, VOCABULARY = 2048, 51_200
 
 @dataclass(frozen=True)
 class Case:
-    """`series` is its line in the plot, `x` where on it. `published` are TFLOP/s a GPU, as the
-    paper counts them.
+    """`series` is its line in the plot and `x` the label of its point. `published` are TFLOP/s per
+    GPU as the paper counts them.
     """
 
     series: str
@@ -52,12 +52,12 @@ class Case:
 
     @property
     def model_flops(self) -> float:
-        """Of a step, whatever the implementation repeats."""
+        """Operations of a step, without recomputation."""
         return train_flops(self._forward_flops)
 
     @property
     def done_flops(self) -> float:
-        """With the second forward pass of every block."""
+        """Operations of a step, with the second forward pass of every recomputed block."""
         return self.model_flops + self.recompute * sum(self._forward_flops[1:-1])
 
     @property

@@ -1,14 +1,14 @@
-"""Machines of eight A100s as the simulator sees them: Megatron's ranks in its order, tensor, data,
+"""The simulator's model of machines with eight A100s. Ranks are in Megatron's order: tensor, data,
 pipeline.
 
-tensor     all-reduces of the layers (tables/megatron.py), over NVLink; of more than 8 ranks over
-           the machines' cards
-pipeline   dpipe's simulator; a hop holds up both its ends, as Megatron's does, and goes over a card
-           of each GPU where the next stage is another machine's. Scattered, each of the t ranks
-           sends 1/t, and NVLink gathers it
-data       a ring over the gradients of a rank, through its share of a machine's cards, after the
+tensor     all-reduces of the layers (tables/megatron.py) over NVLink; in groups of more than 8
+           ranks over the network cards
+pipeline   dpipe's simulator. A hop blocks both of its ends, as in Megatron. To another machine it
+           goes over the cards of the GPUs; with scatter/gather each of the t ranks sends 1/t, and
+           an all-gather over NVLink restores the whole
+data       a ring all-reduce of a rank's gradients over its share of the machine's cards, after the
            last backward
-tied       first and last stage add up the gradients of the words' table
+tied       first and last stage sum the gradients of the embedding
 """
 
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ from sc21.case import Case
 from sc21.rows import Row, row_of
 
 _VALUE_BYTES = 2
-_AT_ONCE = Link(delay_ms=0.01, bandwidth_gbps=1e6)  # a hop's time is in the stages' already
+_AT_ONCE = Link(delay_ms=0.01, bandwidth_gbps=1e6)  # the stages' times include their hops
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`card_gigabytes_per_s` is what the network card of one GPU carries each way."""
+    """`card_gigabytes_per_s` is the rate of one GPU's network card in each direction."""
 
     device: Device
     gpus_per_machine: int
     card_gigabytes_per_s: float
 
     def device_of(self, tensor: int) -> Device:
-        """With the link of the group that a layer is spread over."""
+        """With the link of its tensor-parallel group."""
         cards = self.card_gigabytes_per_s * self.gpus_per_machine
         inside = self.device.link_gigabytes_per_s
         return replace(
@@ -51,7 +51,7 @@ class Cluster:
         gathered = whole * (case.tensor - 1) / case.tensor
         return whole / case.tensor / rate / 1e3 + self.device.collective_us(gathered)
 
-    def agreement_s(self, case: Case) -> float:
+    def all_reduce_s(self, case: Case) -> float:
         t, d = case.tensor, case.data
         apart = t * d > self.gpus_per_machine
         cards = self.card_gigabytes_per_s * max(1, self.gpus_per_machine // t)
@@ -70,7 +70,7 @@ A100 = DeviceParameters(
     Parameter(
         "all-reduce in the machine", 235, "GB/s", "assumed: what nccl-tests reach of NVLink's 300"
     ),
-    # Fitted on the row that has nothing but data parallelism in it.
+    # Fitted on the row that has only data parallelism.
     Parameter("share of both that kernels reach", 0.728, "", "fitted on 1.7 of table 1"),
     host_us=Parameter("host, for an operation", 20, "us", _SELDOM),
     collective_us=Parameter("host, for a collective", 40, "us", _SELDOM),
@@ -96,12 +96,12 @@ def predicted(case: Case, cluster: Cluster = DGX_A100) -> Row:
         case.stages_per_rank,
     )
     cost = stage_cost(job, device, hop_us=cluster.hop_us(case))
-    seconds = pipeline_s(job, cost, _AT_ONCE) + cluster.agreement_s(case) + update_s(job, device)
+    seconds = pipeline_s(job, cost, _AT_ONCE) + cluster.all_reduce_s(case) + update_s(job, device)
     return row_of(case, seconds, memory_gb(case))
 
 
 def memory_gb(case: Case) -> float | None:
-    """Of the fullest GPU under 1F1B; what an interleaved schedule holds is not known here."""
+    """Peak of the fullest GPU under 1F1B; None for an interleaved schedule: it is not modelled."""
     if case.stages_per_rank > 1:
         return None
     held = rank_memory(case.shape, case.tensor, case.pipeline, case.strategy, case.num_microbatches)

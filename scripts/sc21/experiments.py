@@ -1,9 +1,9 @@
-"""Table 1 and figures 11 to 18 of Narayanan et al. 2021 as cases, and what the paper says of each.
+"""Table 1 and figures 11 to 18 of Narayanan et al. 2021 as cases, with the paper's statements.
 
-The sizes are those of the scripts that were published with the paper (Megatron-LM, examples/sc21),
-of strong scaling those of its table 2. Sequences of 2048 tokens, 51,200 words, full recomputation
-where nothing else is said. Figures quoted from the paper are from memory, but for the last row of
-table 1, which its abstract has.
+Sizes are from the scripts published with the paper (Megatron-LM, examples/sc21); those of strong
+scaling are from its table 2. Sequences have 2048 tokens and the vocabulary 51,200 entries, with
+full recomputation unless noted. Figures quoted from the paper are from memory, except for the last
+row of table 1, which is in its abstract.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from sc21.rows import Row
 
 @dataclass(frozen=True)
 class Experiment:
-    """`finds` puts into words what the rows say of the paper's `statement`; `y` is the column that
-    is drawn.
+    """`finds` says in words what the rows show about the paper's `statement`; `y` is the plotted
+    column.
     """
 
     title: str
@@ -27,8 +27,8 @@ class Experiment:
     y: str = "tflops"
 
 
-# billions of parameters: layers, width, heads, tensor, pipeline, GPUs, micro-batch, batch, stages a
-# rank, TFLOP/s
+# Billions of parameters: layers, width, heads, tensor, pipeline, GPUs, micro-batch, batch, stages
+# per rank, TFLOP/s.
 _TABLE_1 = {
     "1.7": (24, 2304, 24, 1, 1, 32, 16, 512, 1, 137),
     "3.6": (30, 3072, 32, 2, 1, 64, 16, 512, 1, 138),
@@ -41,7 +41,7 @@ _TABLE_1 = {
     "529.6": (105, 20480, 128, 8, 35, 2520, 1, 2520, 3, 163),
     "1008": (128, 25600, 160, 8, 64, 3072, 1, 3072, 1, 163),
 }
-# the row that the efficiency of cluster.py is fitted to: nothing but data parallelism in it
+# The efficiency in cluster.py is fitted to this row, because it has only data parallelism.
 FITTED = "1.7"
 
 
@@ -55,7 +55,7 @@ def table_1() -> Iterator[Case]:
 
 
 def strong_scaling() -> Iterator[Case]:
-    """The two models of table 2 at a batch that stays as it is."""
+    """The two models of table 2, with the same batch on more GPUs."""
     for data, tflops in ((4, 153), (8, 149), (16, 141)):
         yield Case("174.6", str(96 * data), 96, 12288, 96, 8, 12, data, 1, 1536, published=tflops)
     for data, tflops in ((2, 171), (4, 167), (8, 159)):
@@ -119,11 +119,11 @@ def _largest_error(rows: Sequence[Row]) -> str:
         abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted
     ]
     mean = sum(errors) / len(errors)
-    return f"mean error {mean:.1f} %, largest {max(errors):.1f} %, fitted rows apart"
+    return f"mean error {mean:.1f} %, largest {max(errors):.1f} %, without fitted rows"
 
 
 def _ends(rows: Sequence[Row]) -> str:
-    """Each line's last point over its first."""
+    """The last point of each line relative to its first."""
     shares = {series: line[-1].tflops / line[0].tflops for series, line in _by_series(rows).items()}
     return "; ".join(
         f"{series}: {share:.2f} of the first at the last" for series, share in shares.items()
@@ -140,7 +140,7 @@ def _best(rows: Sequence[Row]) -> str:
 
 
 def _gains(rows: Sequence[Row]) -> str:
-    """The second line over the first, point by point."""
+    """The gain of the second line over the first at each point."""
     first, second = _by_series(rows).items()
     pairs = zip(first[1], second[1], strict=True)
     gains = ", ".join(
@@ -160,8 +160,7 @@ def _recomputation(rows: Sequence[Row]) -> str:
     best, most = (max(row.sequences_per_s for row in line) for line in (fitting, again))
     return (
         f"recomputing costs up to {-slower * 100:.0f} % where both fit; without it batches up to "
-        f"{fitting[-1].x} fit; "
-        f"the best with it is {most / best:.2f} times the best without"
+        f"{fitting[-1].x} fit; the best with it is {most / best:.2f} times the best without"
     )
 
 
@@ -189,7 +188,7 @@ EXPERIMENTS = {
         "billions of parameters",
         table_1,
         _largest_error,
-        "137 to 163 TFLOP/s a GPU; the largest model at 502 PFLOP/s on 3072 GPUs, 52 % of their "
+        "137 to 163 TFLOP/s per GPU; the largest model at 502 PFLOP/s on 3072 GPUs, 52 % of their "
         "peak",
     ),
     "strong_scaling": _of(
@@ -197,8 +196,8 @@ EXPERIMENTS = {
         "GPUs",
         strong_scaling,
         _largest_error,
-        "153 to 141 TFLOP/s a GPU (174.6 billion parameters), 171 to 159 (529.6 billion) as GPUs "
-        "are quadrupled",
+        "153 to 141 TFLOP/s per GPU (174.6 billion parameters), 171 to 159 (529.6 billion) on four "
+        "times the GPUs",
     ),
     "figure_11": _of(
         "Weak scaling of pipeline parallelism",
@@ -219,14 +218,14 @@ EXPERIMENTS = {
         "pipeline, tensor parallel size",
         figure_13,
         _best,
-        "best where the tensor parallel size is a machine's number of GPUs, 8",
+        "best with a tensor parallel size of 8, the GPUs of one machine",
     ),
     "figure_14": _of(
         "Pipeline against data parallelism, 5.9 billion parameters on 64 GPUs",
         "pipeline, data parallel size",
         figure_14,
         _ends,
-        "slower the more of the GPUs are the pipeline's",
+        "slower the larger the pipeline parallel size",
     ),
     "figure_15": _of(
         "Tensor against data parallelism, 5.9 billion parameters on 64 GPUs",
@@ -248,8 +247,7 @@ EXPERIMENTS = {
         figure_17,
         _recomputation,
         "up to 33 % slower at small batches, and needed for the large ones, which are up to twice "
-        "as fast as the best "
-        "without it",
+        "as fast as the best without it",
         y="sequences_per_s",
     ),
     "figure_18": _of(

@@ -1,4 +1,4 @@
-"""What a case's seconds come to: rows of a table, and a plot."""
+"""The result of a case: a row of a table, and a plot of many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ A100_BYTES = 80e9
 
 @dataclass(frozen=True)
 class Row:
-    """A case as it went, or as it is predicted to.
+    """A case, measured or predicted.
 
-    `tflops` a GPU count what is recomputed, as the paper does (Narayanan et al. 2021, equation 3),
-    `model_tflops` and `mfu` do not. `memory_gb` is that of the fullest GPU, `fits` whether it has
-    as much; empty where it is not known.
+    `tflops` per GPU include recomputation, as in the paper (Narayanan et al. 2021, equation 3);
+    `model_tflops` and `mfu` do not. `memory_gb` is the peak of the fullest GPU, and `fits` says
+    whether a GPU has that much; both are None if not known.
     """
 
     series: str
@@ -68,20 +68,23 @@ def row_of(case: Case, seconds: float, memory_gb: float | None) -> Row:
 
 
 def draw(rows: Sequence[Row], figure: Any, *, x_label: str, y: str, title: str) -> None:
-    """A line a series; crosses are published, open points do not fit into a GPU."""
+    """One line per series. Crosses are published; open points do not fit into a GPU."""
     axes = figure.subplots()
     for series in dict.fromkeys(row.series for row in rows):
-        ours = [row for row in rows if row.series == series]
+        points = [row for row in rows if row.series == series]
         (line,) = axes.plot(
-            [row.x for row in ours], [getattr(row, y) for row in ours], "-", label=series or "dpipe"
+            [row.x for row in points],
+            [getattr(row, y) for row in points],
+            "-",
+            label=series or "dpipe",
         )
-        for row in ours:
+        for row in points:
             face = "none" if row.fits is False else line.get_color()
             axes.plot([row.x], [getattr(row, y)], "o", color=line.get_color(), markerfacecolor=face)
             if row.published_tflops is not None and y == "tflops":
                 axes.plot([row.x], [row.published_tflops], "x", color=line.get_color())
     axes.set_xlabel(x_label)
-    axes.set_ylabel({"tflops": "TFLOP/s a GPU", "sequences_per_s": "sequences a second"}[y])
+    axes.set_ylabel({"tflops": "TFLOP/s per GPU", "sequences_per_s": "sequences per second"}[y])
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize="medium")
     axes.legend(fontsize="small")

@@ -1,10 +1,9 @@
-"""Predicts a table or figure of the SC21 paper here, submits its cases to Slurm, or tells what they
-measured.
+"""Predicts a table or figure of the SC21 paper, submits its cases to Slurm, or shows their results.
 
 \b
-  --mode sim      predicted on machines of eight A100s, as sc21/cluster.py describes them
-  --mode slurm    one batch job of `dpipe train` a case, on the cluster that CONFIG.sh describes
-  --mode real     what those jobs have measured so far
+  --mode sim      predicted for machines of eight A100s, which sc21/cluster.py describes
+  --mode slurm    one batch job of `dpipe train` per case, on the cluster of CONFIG.sh
+  --mode real     the results of those jobs so far
 
 sim and real write FOLDER/NAME.csv, .md and .png.
 """
@@ -28,7 +27,7 @@ from sc21.slurm import CONFIGURATION, batch_job, measured, overrides, site
 
 
 def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) -> str:
-    """The three files; returns the Markdown. Raises `ConfigError` where matplotlib is missing."""
+    """Write the three files; returns the Markdown. Raises `ConfigError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -37,12 +36,12 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     whole = len(rows) == len(experiment.cases)
-    found = (
+    finding = (
         experiment.finds(rows)
         if whole
         else f"{len(rows)} of {len(experiment.cases)} cases have run"
     )
-    note = f"The paper: {experiment.statement}.\n\nHere: {found}."
+    note = f"The paper: {experiment.statement}.\n\nHere: {finding}."
     text = f"# {experiment.title}\n\n{as_text(rows, None, note, PARAMETERS, digits=4)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     (folder / f"{name}.csv").write_text(
@@ -55,21 +54,21 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
 
 
 def submit(name: str, experiment: Experiment, *, dry_run: bool) -> None:
-    """Every case that dpipe can run, or none: configurations are checked before the first is
-    submitted.
+    """Submit every case that fits the cluster. All configurations are checked first, so that a
+    mistake submits none.
     """
-    where = site(os.environ)
+    cluster = site(os.environ)
     for case in experiment.cases:
         load(CONFIGURATION, overrides(case))
     for case in experiment.cases:
-        if case.tensor > where.gpus_per_node:
-            said = (
+        if case.tensor > cluster.gpus_per_node:
+            reason = (
                 f"a group of {case.tensor} needs one machine, and GPUS_PER_NODE is "
-                f"{where.gpus_per_node}"
+                f"{cluster.gpus_per_node}"
             )
-            click.echo(f"left out: {case.series} at {case.x}: {said}")
+            click.echo(f"left out: {case.series} at {case.x}: {reason}")
             continue
-        argv = batch_job(name, case, where)
+        argv = batch_job(name, case, cluster)
         click.echo(shlex.join(argv))
         if not dry_run:
             _call(argv)
@@ -80,7 +79,7 @@ def _call(argv: list[str]) -> None:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         raise ConfigError(
-            "sbatch is not here; run --mode slurm where Slurm is, or add --dry-run"
+            "sbatch is not here; run --mode slurm cluster Slurm is, or add --dry-run"
         ) from None
     if done.returncode:
         raise ConfigError(f"sbatch refused the case above: {done.stderr.strip()}")
@@ -103,7 +102,7 @@ def rows_of(name: str, experiment: Experiment, mode: str) -> list[Row]:
     "--mode",
     type=click.Choice(["sim", "slurm", "real"]),
     required=True,
-    help="Where the seconds are from.",
+    help="Where the step times are from.",
 )
 @click.option(
     "--folder",
@@ -112,9 +111,7 @@ def rows_of(name: str, experiment: Experiment, mode: str) -> list[Row]:
     show_default=True,
     help="Where the results go.",
 )
-@click.option(
-    "--dry-run", is_flag=True, help="With slurm: print the calls of sbatch, and make none."
-)
+@click.option("--dry-run", is_flag=True, help="With slurm: print the sbatch commands and run none.")
 def main(name: str, mode: str, folder: Path, dry_run: bool) -> None:
     experiment = EXPERIMENTS[name]
     try:

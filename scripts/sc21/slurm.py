@@ -1,4 +1,4 @@
-"""A case as a batch job of `dpipe train`, one process a GPU, and what its run measured."""
+"""A case as a batch job of `dpipe train`, one process per GPU, and the result of its run."""
 
 import json
 import shlex
@@ -13,12 +13,12 @@ from sc21.case import Case
 from sc21.rows import Row, row_of
 
 CONFIGURATION = Path(__file__).with_name("gpt.toml")
-_WARM_UP = 2  # steps that do not count
+_WARM_UP = 2  # steps that are left out of the median
 
 
 @dataclass(frozen=True)
 class Site:
-    """CONFIG.sh, as it says it."""
+    """The variables of CONFIG.sh."""
 
     partition: str
     account: str
@@ -32,8 +32,8 @@ class Site:
 
 
 def site(environment: Mapping[str, str]) -> Site:
-    """Raises `ConfigError` naming every variable of CONFIG.sh that says nothing, or no number where
-    one is needed.
+    """Raises `ConfigError` naming every variable of CONFIG.sh that is empty, or is not a number
+    although it must be one.
     """
     texts = {
         name: environment.get(name, "").strip()
@@ -65,7 +65,7 @@ def case_name(experiment: str, case: Case) -> str:
 
 
 def overrides(case: Case) -> tuple[str, ...]:
-    """The case as keys of a configuration."""
+    """The case as overrides of a configuration."""
     parallel = {
         "pipeline.stages": case.pipeline * case.stages_per_rank,
         "pipeline.stages_per_rank": case.stages_per_rank,
@@ -94,9 +94,9 @@ def overrides(case: Case) -> tuple[str, ...]:
 
 
 def batch_job(experiment: str, case: Case, site: Site) -> list[str]:
-    """The call of sbatch. Each node has as many processes as GPUs, or all of a smaller case."""
+    """The sbatch command. A node runs one process per GPU, or fewer if the case needs fewer."""
     name = case_name(experiment, case)
-    given = (
+    settings = (
         *overrides(case),
         f"data.files={json.dumps([site.files])}",
         f"data.tokenizer={json.dumps(site.tokenizer)}",
@@ -108,7 +108,7 @@ def batch_job(experiment: str, case: Case, site: Site) -> list[str]:
         site.dpipe,
         "train",
         str(CONFIGURATION),
-        *(word for text in given for word in ("-o", text)),
+        *(word for text in settings for word in ("-o", text)),
     ]
     each = min(case.gpus, site.gpus_per_node)
     return [
@@ -129,7 +129,7 @@ def batch_job(experiment: str, case: Case, site: Site) -> list[str]:
 
 
 def measured(experiment: str, case: Case, runs: Path) -> Row | None:
-    """The median step of the case's run, and its fullest GPU; None where it has not run."""
+    """The median step of the case's run and the peak of its fullest GPU; None if it has not run."""
     folder = runs / case_name(experiment, case)
     if not (folder / "metrics.jsonl").exists():
         return None

@@ -1,14 +1,14 @@
-"""BERT 345M on 1 to 128 A100 under Megatron: an iteration in the parts that Megatron's timers have
-of the last pipeline rank.
+"""BERT 345M on 1 to 128 A100 under Megatron: an iteration split by Megatron's timers of the last
+pipeline rank.
 
     first stage   [F0][F1][F2]..            ..[B2][B3][params]
     last stage    :...[F0][B0][F1][B1][F2][B2][F3][B3][params]:::::[embedding][optimizer]
                   receive                                     wait for B3 of the first stage
 
-The layers are so small that the host limits them: a layer takes what it takes to issue it, whatever
-it is cut into. A forward pass of the last stage averages its loss over all replicas, and they wait
-for each other there: by `D` replicas in log2 D rounds. The check for infinities in the optimizer
-waits for all ranks, too.
+The layers are so small that the host is the limit: a layer takes the time to launch its kernels,
+whatever the tensor parallel size. The forward pass of the last stage averages its loss over all
+replicas, which wait for each other: D replicas take log2 D rounds. The optimizer's check for
+infinities also waits for all ranks.
 """
 
 import math
@@ -55,14 +55,14 @@ PARAMETERS = (
 _VALUE_BYTES = 2
 _GPUS_OF_A_MACHINE = 8
 
-# By part: the timers that it is the sum of.
+# By part, the timers that add up to it.
 TIMERS = {
     "forward": ("forward-compute",),
     "backward": ("backward-compute",),
     "waiting for neighbours": ("forward-recv", "backward-send", "backward-send-forward-recv"),
     "all-reduce of gradients": ("backward-params-all-reduce",),
     "all-reduce of the embedding": ("backward-embedding-all-reduce",),
-    "optimizer": ("optimizer",),  # less its check
+    "optimizer": ("optimizer",),  # without the check, which is a part of its own
     "check for infinities": ("optimizer-unscale-and-check-inf",),
 }
 FITTED = {
@@ -70,8 +70,8 @@ FITTED = {
     8: ("forward", "backward", "all-reduce of gradients", "optimizer", "check for infinities"),
     32: ("forward", "all-reduce of gradients", "check for infinities"),
 }
-FITTED_ITERATIONS = (1, 8, 32)  # of which parts are
-DOUBTED = 16  # GPUs: six times slower than with half and with twice as many, in every part
+FITTED_ITERATIONS = (1, 8, 32)  # numbers of GPUs
+DOUBTED = 16  # GPUs: every part takes six times as long as on 8 and on 32
 
 
 def job_of(line: dict[str, str]) -> Job:
@@ -82,7 +82,7 @@ def job_of(line: dict[str, str]) -> Job:
 
 
 def parts_ms(job: Job) -> dict[str, float]:
-    """Of the last pipeline rank, by the names of `TIMERS`."""
+    """The parts of TIMERS on the last pipeline rank."""
     across = crossings(job, _GPUS_OF_A_MACHINE)
     layers = job.shape.num_layers / job.pipeline_parallel
     collectives = 2 * (job.tensor_parallel > 1)
@@ -104,27 +104,27 @@ def parts_ms(job: Job) -> dict[str, float]:
 
 
 def parameters(job: Job) -> float:
-    """Of a rank of the last stage, which has a copy of the words' table."""
+    """Of a rank of the last stage, which has a copy of the embedding."""
     t = job.tensor_parallel
     blocks = job.shape.num_layers / job.pipeline_parallel * layer_parameters(job.shape, t)
     return blocks + job.shape.vocabulary(t) * job.shape.width
 
 
 def ring_ms(job: Job, across: Crossings) -> float:
-    """Rings carry gradients twice, less a share (Patarasuk & Yuan 2009)."""
+    """Each rank sends its gradients twice, less a share of 1/d (Patarasuk & Yuan 2009)."""
     d = job.data_parallel
     rate = (NETWORK_RATE if across.rings else MACHINE_RATE).value
     return 2 * (d - 1) / d * parameters(job) * _VALUE_BYTES / rate / 1e6
 
 
 def hop_ms(job: Job, across: Crossings) -> float:
-    """There and back at once."""
+    """An activation and a gradient, both ways at the same time."""
     rate = (NETWORK_RATE if across.hops else MACHINE_RATE).value
     return job.shape.activation_bytes / rate / 1e6
 
 
 def table_ms(job: Job, across: Crossings) -> float:
-    """The first and the last stage add up the gradients of the words' table."""
+    """The first and the last stage sum the gradients of the embedding."""
     rate = (NETWORK_RATE if across.hops else MACHINE_RATE).value
     table = job.shape.vocabulary(job.tensor_parallel) * job.shape.width
     return table * _VALUE_BYTES / rate / 1e6
@@ -132,7 +132,7 @@ def table_ms(job: Job, across: Crossings) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """An iteration. `doubted` is the run that takes six times as long as its neighbours."""
+    """An iteration. `doubted` marks the run that takes six times as long as its neighbours."""
 
     gpus: int
     data_parallel: int
@@ -226,12 +226,12 @@ def parts_note(rows: Sequence[PartRow]) -> str:
     sure = [row for row in rows if not (row.fitted or row.doubted)]
     named = dict.fromkeys(row.part for row in sure)
     groups = {part: [row for row in sure if row.part == part] for part in named}
-    said = "; ".join(f"{part}, {errors_of(group)}" for part, group in groups.items())
-    return f"{note(rows)} By part, without that run: {said}."
+    errors = "; ".join(f"{part}, {errors_of(group)}" for part, group in groups.items())
+    return f"{note(rows)} By part, without that run: {errors}."
 
 
 def draw(rows: Sequence[Any], figure: Any) -> None:
-    """Published over predicted milliseconds; on the line they agree."""
+    """Published over predicted milliseconds; they agree on the diagonal."""
     axes = figure.subplots()
     for gpus in dict.fromkeys(row.gpus for row in rows):
         ours = [row for row in rows if row.gpus == gpus]
@@ -245,7 +245,7 @@ def draw(rows: Sequence[Any], figure: Any) -> None:
 
 
 def published(source: Path) -> dict[Any, float]:
-    """Seconds by layout, as a measured line has it."""
+    """Seconds by the layout of a measured line."""
     return {
         job_of(line).layout("fp16", "full"): float(line["ms_per_sample"])
         * int(line["global_batch_size"])

@@ -1,4 +1,4 @@
-"""The GPUs of the published tables: nominal figures, and what a table assumes beside them."""
+"""The GPUs of the published tables: nominal figures, and the assumptions of a table."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ A100_MEMORY_RATE = Parameter("rate of A100's memory", 2039, "GB/s", "nominal")
 
 @dataclass(frozen=True)
 class DeviceParameters:
-    """What makes a `Device`, in the order in which a table prints it."""
+    """The parameters of a `Device`, in the order in which a table prints them."""
 
     teraflops: Parameter
     memory_rate: Parameter

@@ -1,4 +1,4 @@
-"""Rows of any table as Markdown, CSV or JSON: rows are dataclasses, their fields the columns."""
+"""Rows of a table as Markdown, CSV or JSON. Rows are dataclasses and their fields the columns."""
 
 import csv
 import io
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parameter:
-    """A figure that a table's predictions take in, and that the table's source does not say.
+    """A figure that a table's predictions depend on and that the table's source does not give.
 
-    `origin` begins with one of `ORIGINS`: "nominal" of a data sheet or a program's default,
-    "deduced" from what the source says, "assumed", or "fitted on" the rows that it names.
+    `origin` begins with one of `ORIGINS`: "nominal" for a data sheet or a program's default,
+    "deduced" for a conclusion from the source, "assumed", or "fitted on" the rows that it names.
     """
 
     name: str
@@ -32,9 +32,9 @@ def as_text(
     parameters: Sequence[Parameter] = (),
     digits: int = 10,
 ) -> str:
-    """`form` is "csv", "json" or None, for Markdown with the `note` and the parameters below it.
+    """`form` is "csv", "json", or None for Markdown with the `note` and the parameters below it.
 
-    `digits` is the most that a number has; published values keep all of theirs.
+    Numbers have at most `digits` significant digits.
     """
     names = [field.name for field in fields(rows[0])]
     if form == "json":
@@ -48,7 +48,7 @@ def as_text(
 
 
 def with_parameters(note: str, parameters: Sequence[Parameter]) -> str:
-    """What a page of the docs says of a table whose rows are too many for it."""
+    """The summary that the docs show of a table with too many rows for a page."""
     if not parameters:
         return note
     return f"{note}\n\n{as_markdown(parameters)}"

@@ -1,9 +1,9 @@
-"""GPT-3 XL on p3.16xlarge machines, eight V100 of 16 GB each: Megatron by cut and micro-batch, and
-PyTorch's Pipe.
+"""GPT-3 XL on p3.16xlarge machines with eight V100 of 16 GB: Megatron by layout and micro-batch,
+and PyTorch's Pipe.
 
-What was trained is a classifier of pairs of questions: two classes, no logits over the words, SGD.
-Seventeen figures of these tables are of one machine and thirty of six; five numbers are fitted, on
-as many rows.
+The source trained a classifier of question pairs with SGD: it has two classes, and no logits over
+the vocabulary. Seventeen figures of these tables are for one machine and thirty for six. Five
+numbers are fitted, each to one row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,8 +76,8 @@ def p3_machine(precision: str) -> Machine:
 
 @dataclass(frozen=True)
 class FittingRow(Row):
-    """`contradicts` marks rows that no smooth model can meet (`contradicting`). `fits` says whether
-    `memory_gib` of the fullest rank and what the libraries take are less than a GPU has.
+    """`contradicts` marks rows that no smooth model can explain (`contradicting`). `fits` says
+    whether `memory_gib` of the fullest rank and the libraries' share fit into a GPU.
     """
 
     contradicts: bool
@@ -105,7 +105,7 @@ def gpt3xl(
     precision: str,
     **kind: Any,
 ) -> Job:
-    """As the source trained it: to tell pairs of questions apart, by SGD."""
+    """The model that the source trained: a classifier of question pairs, with SGD."""
     words = int(WORDS.value)
     value_bytes = 2 if precision == "fp16" else 4
     shape = Shape(
@@ -138,8 +138,8 @@ def megatron_cases(source: Path) -> Iterator[Case]:
 
 
 def pipe_cases(source: Path, *, machines: int) -> Iterator[Case]:
-    """PyTorch's Pipe: GPipe, every micro-batch but the last run again in backward; with FSDP over
-    several machines.
+    """PyTorch's Pipe: GPipe with recomputation of every micro-batch but the last; on several
+    machines with FSDP.
     """
     for line in lines_of(source):
         batch = 64 if machines == 1 else 252
@@ -176,9 +176,9 @@ def _with_memory(case: Case, contradicts: bool) -> FittingRow:
 
 
 def contradicting(cases: Sequence[Case]) -> set[int]:
-    """By index: pairs of rows of which recomputation takes more than 1.5 times as long as none,
-    where it adds a third to the arithmetic; and a row that takes over 1.2 times as long as both
-    rows with half and with twice its micro-batch.
+    """Indices of two kinds of rows: pairs in which recomputation takes more than 1.5 times as long,
+    although it adds only a third to the arithmetic; and rows that take over 1.2 times as long as
+    both the row with half and the row with twice their micro-batch.
     """
     seconds = {case.layout: case.published_s for case in cases}
     marked = set()
@@ -207,11 +207,11 @@ def megatron_note(rows: Sequence[FittingRow]) -> str:
         "of them on six": [row for row in smooth if row.gpus > 8],
         "With all rows": unseen,
     }
-    said = "; ".join(f"{name}, {errors_of(group)}" for name, group in groups.items())
+    errors = "; ".join(f"{name}, {errors_of(group)}" for name, group in groups.items())
     right = sum(row.fits == (row.published_s is not None) for row in rows)
     return (
         f"{sum(row.fitted for row in rows)} rows fitted, {sum(row.contradicts for row in rows)} "
-        f"contradict their neighbours. {said}. Whether it fits in 16 GB is right in {right} of "
+        f"contradict their neighbours. {errors}. Whether it fits in 16 GB is right in {right} of "
         f"{len(rows)} rows."
     )
 

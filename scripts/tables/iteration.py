@@ -1,11 +1,11 @@
-"""An iteration of Megatron or of PyTorch's Pipe on given machines, simulated: stages, then
-gradients, then the update.
+"""A simulated iteration of Megatron or PyTorch's Pipe: the pipeline, then the all-reduce, then the
+update.
 
 stage time     layers x (forward, backward) of a layer on tensor-parallel ranks, then the logits
 pipeline       dpipe's simulator over a link inside the machine
-hops           in the stages' time; over the network where the next stage is another machine's
-all-reduce     a ring over each rank's gradients; the rings that leave a machine share its interface
-update         as fast as memory can be read and written
+hops           part of the stages' time; over the network if the next stage is on another machine
+all-reduce     a ring over each rank's gradients; rings that leave a machine share its interface
+update         limited by the memory's rate
 """
 
 from collections import Counter
@@ -23,17 +23,17 @@ from tables.megatron import Device, Shape, Strategy, layer_parameters, layer_us
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind behind one network interface, which carries as much in as out."""
+    """GPUs of one kind behind one network interface, with the same rate in and out."""
 
     device: Device
     network_gigabytes_per_s: float
-    message_us: float = 0.0  # of the interface, for a hop to another machine, whatever its size
+    message_us: float = 0.0  # per message to another machine, whatever its size
     gpus: int = 8
 
 
 @dataclass(frozen=True)
 class Job:
-    """`stages_per_rank` above 1 goes with the schedule "interleaved"."""
+    """`stages_per_rank` above 1 requires the schedule "interleaved"."""
 
     shape: Shape
     tensor_parallel: int
@@ -43,8 +43,8 @@ class Job:
     strategy: Strategy
     schedule: str = "1f1b"
     stages_per_rank: int = 1
-    gathers_parameters: bool = False  # FSDP: all-gathered forward and backward, reduced by halves
-    # Each pipeline is one machine's, as in PyTorch's Pipe; else ranks are in Megatron's order.
+    gathers_parameters: bool = False  # FSDP: all-gather in forward and backward, reduce-scatter
+    # Each pipeline is inside one machine, as in PyTorch's Pipe. Otherwise Megatron's rank order.
     pipeline_inside: bool = False
 
     @property
@@ -56,17 +56,17 @@ class Job:
         return max(1, self.batch_size // self.data_parallel // self.shape.micro_batch)
 
     def layout(self, precision: str, recompute: str) -> Layout:
-        """As a measured line has it (`measured.py`)."""
+        """The layout of a measured line (`measured.py`)."""
         ranks = (self.tensor_parallel, self.pipeline_parallel, self.data_parallel)
         return Layout(*ranks, self.shape.micro_batch, self.batch_size, precision, recompute)
 
 
 @dataclass(frozen=True)
 class Crossings:
-    """What leaves the busiest machine at the same time."""
+    """Transfers that leave the busiest machine at the same time."""
 
     hops: int  # activations to the next stage
-    rings: int  # of replicas: of each the one link to another machine
+    rings: int  # all-reduce rings; each has one link to another machine
 
 
 def crossings(job: Job, gpus: int) -> Crossings:
@@ -92,8 +92,8 @@ def crossings(job: Job, gpus: int) -> Crossings:
 
 
 def iteration_s(job: Job, machine: Machine) -> float:
-    """Seconds. PyTorch's Pipe copies activations while its stages compute; in Megatron a hop holds
-    up both its ends.
+    """Seconds. PyTorch's Pipe copies activations while its stages compute; in Megatron a hop blocks
+    both of its ends.
     """
     device = machine.device
     if job.pipeline_inside:
@@ -102,12 +102,12 @@ def iteration_s(job: Job, machine: Machine) -> float:
     else:
         cost = stage_cost(job, device, hop_us=hop_us(job, machine))
     link = Link(delay_ms=0.02, bandwidth_gbps=8 * device.link_gigabytes_per_s)
-    return pipeline_s(job, cost, link) + agreement_s(job, machine) + update_s(job, device)
+    return pipeline_s(job, cost, link) + all_reduce_s(job, machine) + update_s(job, device)
 
 
 def hop_us(job: Job, machine: Machine) -> float:
     """Of an exchange with a neighbour: each of the t ranks sends the whole activation, as Megatron
-    did before its scatter/gather optimisation. What leaves a machine shares its interface.
+    did before its scatter/gather optimisation. Hops that leave a machine share its interface.
     """
     moved_bytes = job.shape.activation_bytes
     crossing = crossings(job, machine.gpus).hops
@@ -118,8 +118,8 @@ def hop_us(job: Job, machine: Machine) -> float:
 
 
 def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: float = 0.0) -> Cost:
-    """A step of each stage. `hop_us` are those for which an exchange with one neighbour, there and
-    back at once, holds up the stage itself: half of it behind forward, half behind backward.
+    """The cost of each stage. `hop_us` is the time for which an exchange with one neighbour, both
+    ways at once, blocks the stage: half of it after forward, half after backward.
     """
     shape, t, stages = job.shape, job.tensor_parallel, job.num_stages
     forward, backward = (
@@ -157,9 +157,9 @@ def parameters(shape: Shape) -> int:
     )
 
 
-def agreement_s(job: Job, machine: Machine) -> float:
-    """A ring carries gradients twice, less a share (Patarasuk & Yuan 2009); gathering parameters is
-    one time more. The rings that leave a machine share its interface.
+def all_reduce_s(job: Job, machine: Machine) -> float:
+    """In a ring each rank sends its gradients twice, less a share of 1/d (Patarasuk & Yuan 2009);
+    gathering parameters is a third time. Rings that leave a machine share its interface.
     """
     d = job.data_parallel
     rounds = 3 if job.gathers_parameters else 2
@@ -172,7 +172,7 @@ def agreement_s(job: Job, machine: Machine) -> float:
 
 
 def update_s(job: Job, device: Device) -> float:
-    """The master copy, and Adam's two moments, are read and written, the gradient is read."""
+    """Master weights and Adam's two moments are read and written, gradients are read."""
     own = parameters(job.shape) / (job.tensor_parallel * job.pipeline_parallel)
     moved_bytes = 28 if job.shape.adam else 12
     return own * moved_bytes / (device.gigabytes_per_s * device.memory_efficiency * 1e9)

@@ -1,8 +1,7 @@
-"""What scripts/sweep.py has measured of a table's configurations, on whatever GPUs there were: a
-function of its lines.
+"""A table of what scripts/sweep.py measured on the GPUs of a machine, made from its result lines.
 
-Each measured row stands beside what the source published of that very layout, batch and precision,
-if anything: on its GPUs, which are not these.
+Each measured row stands beside the published value of the same layout, batch and precision, if
+there is one. The source measured on its own GPUs, not on these.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """What two runs have in common that differ in engine and device alone."""
+    """The settings of a run, apart from its engine and device."""
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -42,8 +41,8 @@ _AS_MEASURED = (
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds an iteration on `gpus` devices of that name; `over_ours` is against the best of dpipe
-    on such devices.
+    """Seconds per iteration on `gpus` devices. `over_ours` is the ratio to dpipe's best on the same
+    kind of device.
     """
 
     engine: str
@@ -74,9 +73,7 @@ class Row:
 def measured_rows(
     lines: Iterable[Mapping[str, Any]], published: Mapping[Layout, float | None]
 ) -> list[Row]:
-    """The lines of real runs that say their layout, by layout, those of one layout in the order
-    they were measured.
-    """
+    """The lines of real runs that have a layout, grouped by layout, in the order of measurement."""
     real = [line for line in lines if line["mode"] == "real" and "tensor_parallel" in line]
     ours: dict[tuple[str, Layout], float] = {}
     for line in real:
@@ -117,7 +114,7 @@ def note(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """A line an engine over the layouts, and what was published of them."""
+    """One line per engine over the layouts, and the published values."""
     axes = figure.subplots()
     labels = list(dict.fromkeys(row.layout.label for row in rows))
     for engine in dict.fromkeys(row.engine for row in rows):

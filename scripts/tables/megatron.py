@@ -1,17 +1,16 @@
-"""Megatron-LM as the simulator sees it: what a layer holds and what it takes, by tensor parallelism
-and strategy.
+"""A model of Megatron-LM: memory and time of a layer, by tensor parallel size and strategy.
 
-In half precision a parameter has 2 bytes and 2 of gradient in a buffer of its own, and a master
-copy of 4; in the optimizer's step 4 more, its gradient as fp32. In fp32 it has 4 and 4. Adam has
-two moments of 4, SGD none.
+In half precision a parameter has 2 bytes, its gradient 2 in a separate buffer, and its fp32 master
+weight 4; the optimizer's step needs 4 more for the gradient in fp32. In fp32 it is 4 and 4. Adam
+has two moments of 4 bytes, SGD none.
 
     s sequence · b micro-batch · h width · a heads · t tensor parallel
     S = s b h values     A = a s^2 b / t scores
 
-What a layer leaves for its backward is Korthikanti et al. 2022, table 2. Working memory, from the
-order of operations of the source: an attention core's backward needs two fp16 gradients of the
-scores, when the perceptron's part of the layer is already given back; the loss needs three fp32
-copies of the logits.
+What a layer keeps for its backward pass is from Korthikanti et al. 2022, table 2. Working memory
+follows from the order of operations in Megatron's source: the backward pass of an attention core
+needs two fp16 gradients of the scores, after the MLP's activations have been freed; the loss needs
+three fp32 copies of the logits.
 """
 
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ _LOGITS_WORKING = 12  # bytes a logit: as they are, less their maximum, their ex
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer and its micro-batch. `vocab_size` is padded to a multiple of 128 t, as the
-    source pads it.
+    """A transformer and its micro-batch. `vocab_size` is padded to a multiple of 128 t, as in
+    Megatron.
     """
 
     num_layers: int

@@ -14,7 +14,7 @@ from tables.form import Parameter
 from tables.iteration import Job, Machine, iteration_s
 from tables.megatron import Shape, Strategy, layer_us, rank_memory
 
-# Not published; with other sizes no formula comes near.
+# Not published. Only these sizes agree with the published memory.
 BERT_MICRO_BATCH = Parameter("micro-batch of BERT", 2, "", "deduced from the memory of all rows")
 GPT2_MICRO_BATCH = Parameter("micro-batch of GPT-2", 4, "", "deduced from the memory of all rows")
 MICRO_BATCH = {
@@ -34,7 +34,7 @@ DEVICE = DeviceParameters(
 )
 PARAMETERS = (BERT_MICRO_BATCH, GPT2_MICRO_BATCH, BATCH, *DEVICE.all)
 V100 = DEVICE.device()
-MACHINE = Machine(V100, network_gigabytes_per_s=math.inf)  # all is inside one
+MACHINE = Machine(V100, network_gigabytes_per_s=math.inf)  # one machine: no network
 VOCABULARY = {"bert-345m": 30522, "gpt2-345m": 50257}
 STRATEGIES = (
     "baseline",
@@ -43,7 +43,7 @@ STRATEGIES = (
     "sequence-parallel+selective-recompute",
     "full-recompute",
 )
-# Rows whose time the host's three figures are fitted to: BERT on tensor x pipeline = 2 x 2.
+# The rows that the host's three times are fitted to: BERT on tensor x pipeline = 2 x 2.
 FITTED = {
     (512, "baseline"),
     (2048, "baseline"),
@@ -57,11 +57,11 @@ MODES = ("sim",)
 
 @dataclass(frozen=True)
 class Row:
-    """MiB of the fullest GPU, milliseconds an iteration, and time over the baseline of the same
-    model, cut and length, in percent.
+    """MiB of the fullest GPU, milliseconds per iteration, and the overhead over the baseline of the
+    same model, layout and length in percent.
 
-    `fitted` marks rows whose overhead was used. Errors: percent of the memory and of the time,
-    points of the overhead.
+    `fitted` marks rows whose overhead was fitted to. Errors are in percent for memory and time, in
+    percentage points for the overhead.
     """
 
     model: str
@@ -90,7 +90,7 @@ def simulated(source: Path) -> list[Row]:
 
 
 def note(rows: Sequence[Row]) -> str:
-    """What the errors come to; overheads of the fitted rows are left out of theirs."""
+    """The errors in words; the overheads of fitted rows are left out."""
     memory = [abs(row.memory_error) for row in rows]
     time = [abs(row.time_error) for row in rows]
     overhead = [

@@ -1,8 +1,8 @@
-"""GPT-3 XL in 12 stages under GPipe by micro-batch and network: measurements that no figure of the
-simulator was fitted to.
+"""GPT-3 XL in 12 stages under GPipe by micro-batch and network: rows that the simulator was not
+fitted to.
 
-The system is that of gpt3xl_gpipe_network, some months earlier: its stage time, here times the
-sequences of a micro-batch, and its networks (tcp.py).
+The system is that of gpt3xl_gpipe_network, some months earlier: the same time per sequence and
+stage, and the same networks (tcp.py).
 """
 
 import csv
@@ -35,7 +35,7 @@ PARAMETERS = (FORWARD_MS, BACKWARD_MS, *tcp.PARAMETERS)
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds a step."""
+    """Seconds per step."""
 
     delay_ms: float
     bandwidth_gbps: float
@@ -87,7 +87,7 @@ def note(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """A line a micro-batch over the networks; crosses are published."""
+    """One line per micro-batch over the networks; crosses are published."""
     axes = figure.subplots()
     for number, micro_batch in enumerate(dict.fromkeys(row.micro_batch for row in rows)):
         ours = [row for row in rows if row.micro_batch == micro_batch]

@@ -1,8 +1,8 @@
-"""What scripts/sweep.py has measured of a table's layouts on replay stages, over networks: a
-function of its lines.
+"""A table of what scripts/sweep.py measured on replay stages over networks, made from its result
+lines.
 
-What tensor parallelism costs over a slow link: the same ranks cut by tensor, by pipeline and by
-both.
+It shows the cost of tensor parallelism over a slow link: the same ranks in tensor-parallel groups,
+as pipeline stages, and as both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds a step of `tensor_parallel` x `pipeline_parallel` ranks; predicted by the simulator
-    on that network.
-    """
+    """Seconds per step of `tensor_parallel` x `pipeline_parallel` ranks, measured and predicted."""
 
     delay_ms: float
     bandwidth_gbps: float
@@ -37,8 +35,8 @@ class Row:
 
 
 def replayed_rows(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The replayed lines that say their layout; `over_pipeline` is against the fastest without
-    tensor parallelism.
+    """The lines of replay runs that have a layout. `over_pipeline` is the ratio to the fastest
+    without tensor parallelism.
     """
     replayed = [line for line in lines if line["mode"] == "replay" and "tensor_parallel" in line]
     alone: dict[Any, float] = {}
@@ -79,7 +77,7 @@ def note(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """A line a layout over the networks."""
+    """One line per layout over the networks."""
     axes = figure.subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]

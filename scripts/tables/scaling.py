@@ -1,8 +1,8 @@
-"""Rows of tables by cut: seconds an iteration of tensor x pipeline x data parallel ranks, and how
-far the predictions are from what was published.
+"""Tables by layout: seconds per iteration of tensor x pipeline x data parallel ranks, and the
+errors of the predictions.
 
-Every error is printed as it is, and those of fitted rows are never counted. The sources scatter by
-as much as their own neighbouring rows differ, and two values of theirs they doubt themselves.
+Every error is printed; errors of fitted rows are never part of a mean. The published values
+scatter: neighbouring rows contradict each other, and the source itself questions two values.
 """
 
 import csv
@@ -19,7 +19,7 @@ from tables.measured import Layout
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds an iteration. `published_s` is empty where the source is blank or the run failed, as
+    """Seconds per iteration. `published_s` is None if the source is blank or its run failed, as in
     `source_says`.
     """
 
@@ -39,21 +39,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the source, and what it is taken to be. `told` has the source's seconds and note
-    under those names.
+    """A row of the source, and the job and machine that stand for it. `published` is the row as it
+    is in the source, with its seconds and its note.
     """
 
     job: Job
     machine: Machine
-    told: dict[str, str]
+    published: dict[str, str]
     precision: str
     recompute: str
     fitted: bool = False
 
     @property
     def published_s(self) -> float | None:
-        told = self.told["seconds_per_iteration"]
-        return float(told) if told else None
+        seconds = self.published["seconds_per_iteration"]
+        return float(seconds) if seconds else None
 
     @property
     def layout(self) -> Layout:
@@ -76,12 +76,12 @@ def row_of(case: Case) -> Row:
         round(predicted, 3),
         percent(predicted, published),
         case.fitted,
-        case.told["note"],
+        case.published["note"],
     )
 
 
 def percent(predicted: float, published: float | None) -> float | None:
-    """How far the prediction is from what was published."""
+    """The error of the prediction."""
     if published is None:
         return None
     return round((predicted / published - 1) * 100, 1) + 0.0  # no minus zero
@@ -89,14 +89,14 @@ def percent(predicted: float, published: float | None) -> float | None:
 
 def note(rows: Sequence[Row]) -> str:
     fitted = sum(row.fitted for row in rows)
-    said = errors_of(row for row in rows if not row.fitted)
-    if said is None:
+    errors = errors_of(row for row in rows if not row.fitted)
+    if errors is None:
         return "The source has no figure here: what stands above is a prediction alone."
-    return f"{fitted or 'None'} fitted in this table; {said}."
+    return f"{fitted or 'None'} fitted in this table; {errors}."
 
 
 def errors_of(rows: Iterable[Any]) -> str | None:
-    """Mean, median, largest and count, in words; None where nothing was published."""
+    """Mean, median, largest and count, in words; None if nothing was published."""
     errors = sorted(abs(row.error_percent) for row in rows if row.error_percent is not None)
     if not errors:
         return None
@@ -109,17 +109,17 @@ def errors_of(rows: Iterable[Any]) -> str | None:
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """Published over predicted seconds; on the line they agree."""
+    """Published over predicted seconds; they agree on the diagonal."""
     axes = figure.subplots()
     for precision, recompute in dict.fromkeys((row.precision, row.recompute) for row in rows):
-        ours = [
+        matching = [
             r
             for r in rows
             if (r.precision, r.recompute) == (precision, recompute) and r.published_s is not None
         ]
         axes.plot(
-            [row.predicted_s for row in ours],
-            [row.published_s for row in ours],
+            [row.predicted_s for row in matching],
+            [row.published_s for row in matching],
             "o",
             label=f"{precision}, recompute {recompute}",
         )
@@ -142,7 +142,7 @@ def by_layout(
     simulated: Callable[[list[Case]], Sequence[Row]] = lambda cases: list(map(row_of, cases)),
     note: Callable[[Sequence[Any]], str] = note,
 ) -> SimpleNamespace:
-    """A table as `tables/__init__.py` describes it, whose layouts can be run on GPUs."""
+    """A table (see `tables/__init__.py`) whose layouts can also be run on GPUs."""
     return SimpleNamespace(
         MODES=("sim", "real", *modes),
         PARAMETERS=parameters,

@@ -1,14 +1,14 @@
-"""What TCP does to messages on the published networks: virtual machines of AWS, NCCL over sockets.
+"""TCP's slow start on the published networks: virtual machines of AWS with NCCL over sockets.
 
-A connection that has been quiet for longer than its timeout begins again with ten segments, and
-sends twice as many each round trip until the link is full (RFC 2861, RFC 6928; Linux's default):
+A connection that was idle for longer than its timeout restarts with ten segments, and sends twice
+as many each round trip until the link is full (RFC 2861, RFC 6928; Linux's default):
 
     round trip    1   2     3         4
     link         [w ][2w  ][4w      ][full ..............
-                  \\_ what is left unused is the start-up
+                  \\_ the unused rest is the start-up
 
-In a step of GPipe that is the first message of every hop, in each direction. The later ones follow
-it closely, so they come later by as much.
+In a step of GPipe it slows the first message of every hop, in each direction. The later messages
+follow closely and are late by the same time.
 """
 
 from dataclasses import replace
@@ -32,19 +32,19 @@ PARAMETERS = (FRAME_BYTES, PAYLOAD_BYTES, SOCKETS, FIRST_SEGMENTS)
 
 
 def for_payload(link: Link) -> Link:
-    """`link` for messages: netem's rate counts the headers of packets."""
+    """`link` as messages see it: netem's rate includes the headers of packets."""
     share = PAYLOAD_BYTES.value / FRAME_BYTES.value
     return replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
 
 
 def after_quiet(link: Link, num_bytes: int) -> Link:
-    """`link` for the published systems' messages of `num_bytes`: start-up counts as delay."""
+    """`link` for a message of `num_bytes` of the published systems, with the start-up as delay."""
     link = replace(for_payload(link), window_bytes=None)
     return replace(link, delay_ms=link.delay_ms + start_up_ms(link, num_bytes))
 
 
 def start_up_ms(link: Link, num_bytes: int) -> float:
-    """By how much later the message arrives than over connections that fill the link at once."""
+    """How much later the message arrives than over connections that fill the link at once."""
     round_trip_ms = 2 * link.delay_ms
     bytes_a_ms = link.bandwidth_gbps * 1e6 / 8
     window = SOCKETS.value * FIRST_SEGMENTS.value * PAYLOAD_BYTES.value

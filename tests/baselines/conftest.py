@@ -1,5 +1,5 @@
-"""A GPT or a BERT that another engine and ours are given alike: from a file, as the other one's
-ranks are processes.
+"""The same GPT or BERT for another engine and ours: from a file, because the other engine's ranks
+are processes.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _WHAT = ("a dog", "the lazy dog", "nobody", "one old man and his bird")
 
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clipped and warmed up, so that what a step ends with is compared as well."""
+    """With clipping and warm-up, so that they are compared as well."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "text.txt").write_text(
         "The quick brown fox jumps over the lazy dog, and nobody knows why. " * 60
@@ -48,8 +48,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def as_bert(job: Path) -> tuple[str, ...]:
-    """What makes a BERT of the job; its embeddings are tied, as a BERT's are. Sentences are of
-    several lengths.
+    """The settings that make the job a BERT, with tied embeddings and sentences of several
+    lengths.
     """
     sentences = [
         f"{who} {verb} {what} ."
@@ -71,8 +71,8 @@ def as_bert(job: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def our_losses(job: Path, tmp_path: Path) -> Callable[..., object]:
-    """`our_losses("train.precision=...")`: of one process that trains the whole of it; what rounds
-    otherwise equals.
+    """`our_losses("train.precision=...")`: the losses of one process that trains the whole
+    model.
     """
 
     def run(*overrides: str) -> object:

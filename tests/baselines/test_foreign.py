@@ -6,7 +6,7 @@ from dpipe.errors import ConfigError
 from dpipe.processes.environment import ProcessInfo
 
 
-def test_refusal_lists_every_reason_that_holds():
+def test_refusal_lists_every_reason():
     with pytest.raises(ConfigError, match="^torch is run as it is: a must be b; e must be f$"):
         refuse("torch", {"a must be b": True, "c must be d": False, "e must be f": True})
 

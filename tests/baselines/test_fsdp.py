@@ -22,7 +22,7 @@ TWO_REPLICAS = (
         ("pipeline.schedule=zero-bubble", "pipeline.recompute=full", "train.precision=bf16"),
     ],
 )
-def test_torch_learns_what_we_do(overrides, our_losses, their_rows):
+def test_torch_has_the_same_losses(overrides, our_losses, their_rows):
     """Two stages, on two replicas each or on one, against one process of ours."""
     rows = their_rows(fsdp, *overrides)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -52,6 +52,8 @@ def test_torch_learns_what_we_do(overrides, our_losses, their_rows):
         (["transport.shape=slow.toml"], "transport.shape must be left out"),
     ],
 )
-def test_what_torch_is_not_given_is_refused(job: Path, overrides: list[str], message: str):
+def test_unsupported_configuration_is_refused_for_fsdp(
+    job: Path, overrides: list[str], message: str
+):
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_config(load(job, tuple(overrides)))

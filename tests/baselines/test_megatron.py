@@ -32,7 +32,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> fake_megatron.ParallelState:
 
 
 @pytest.mark.usefixtures("groups")
-def test_megatron_learns_what_we_do(job: Path, tmp_path: Path, our_losses):
+def test_megatron_has_the_same_losses(job: Path, tmp_path: Path, our_losses):
     config = load(job, (*ONE_RANK, f"run.folder={tmp_path / 'theirs'}"))
     train_rank(config, ProcessInfo(), lambda config: None, megatron.make_step)
     rows = read_rows(tmp_path / "theirs")
@@ -40,14 +40,14 @@ def test_megatron_learns_what_we_do(job: Path, tmp_path: Path, our_losses):
 
 
 @pytest.mark.usefixtures("groups")
-def test_megatrons_bert_learns_what_ours_does(job: Path, tmp_path: Path, as_bert, our_losses):
+def test_bert_of_megatron_has_the_same_losses(job: Path, tmp_path: Path, as_bert, our_losses):
     config = load(job, (*ONE_RANK, *as_bert, f"run.folder={tmp_path / 'theirs'}"))
     train_rank(config, ProcessInfo(), lambda config: None, megatron.make_step)
     rows = read_rows(tmp_path / "theirs")
     assert [row["loss"] for row in rows] == our_losses(*as_bert)
 
 
-def test_ranks_stand_where_ours_do(job: Path, tmp_path: Path, groups):
+def test_rank_order_is_ours(job: Path, tmp_path: Path, groups):
     config = load(job, (*ONE_RANK, f"run.folder={tmp_path / 'theirs'}", "train.steps=1"))
     train_rank(config, ProcessInfo(), lambda config: None, megatron.make_step)
     assert groups.called == {"tensor": 1, "pipeline": 1, "virtual": None, "order": "tp-cp-ep-pp-dp"}
@@ -58,7 +58,7 @@ def test_ranks_stand_where_ours_do(job: Path, tmp_path: Path, groups):
     ("recompute", "granularity", "method"),
     [("none", None, None), ("selective", "selective", None), ("full", "full", "uniform")],
 )
-def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, method):
+def test_recomputation_is_mapped_to_megatrons_names(job: Path, recompute, granularity, method):
     settings = transformer_config(
         load(job, (f"pipeline.recompute={recompute}",)), torch.device("cpu")
     )
@@ -77,7 +77,7 @@ def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, me
         ),
     ],
 )
-def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
+def test_real_megatron_has_the_same_losses(overrides, our_losses, their_rows):
     """Two stages of two ranks on two replicas; chunks that are interleaved, with the optimizer
     distributed.
     """
@@ -96,10 +96,8 @@ def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
         ("pipeline.stages=4", "pipeline.stages_per_rank=2", "pipeline.schedule=interleaved"),
     ],
 )
-def test_bert_of_megatron_itself_learns_what_ours_does(overrides, as_bert, our_losses, their_rows):
-    """Two ranks a stage that share the table with the other stage; replicas; chunks that are
-    interleaved.
-    """
+def test_bert_of_real_megatron_has_the_same_losses(overrides, as_bert, our_losses, their_rows):
+    """Tensor-parallel stages with a tied embedding, replicas, and an interleaved schedule."""
     pytest.importorskip("megatron.core")
     from fakes import cpu_megatron
 
@@ -108,7 +106,7 @@ def test_bert_of_megatron_itself_learns_what_ours_does(overrides, as_bert, our_l
 
 
 def models(overrides):
-    """Those that change what is learned, and not how it is cut."""
+    """The settings that change the training, and not those of the layout."""
     return [override for override in overrides if override.startswith("model.")]
 
 
@@ -142,19 +140,21 @@ def models(overrides):
         (["node.device=cpu"], 'node.device must be "cuda"'),
     ],
 )
-def test_what_megatron_is_not_given_is_refused(job: Path, overrides: list[str], message: str):
+def test_unsupported_configuration_is_refused_for_megatron(
+    job: Path, overrides: list[str], message: str
+):
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_config(load(job, (ON_GPU, *overrides)))
 
 
-def test_without_megatron_it_is_said_what_to_install(job: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_megatron_says_what_to_install(job: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(ConfigError, match=f"pip install megatron-core=={VERSION}"):
         check_config(load(job, (ON_GPU,)))
 
 
 @pytest.mark.usefixtures("groups")
-def test_megatron_that_cannot_import_something_else_is_not_taken_for_missing(
+def test_import_error_inside_megatron_is_not_reported_as_missing_megatron(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def missing(name: str) -> None:

@@ -11,7 +11,7 @@ OURS = ["q0", "q1", "q2", "q3", "k0", "k1", "k2", "k3", "v0", "v1", "v2", "v3"]
 THEIRS = [["q0", "k0", "v0", "q1", "k1", "v1"], ["q2", "k2", "v2", "q3", "k3", "v3"]]  # by rank
 
 
-def test_rows_of_a_head_lie_together_on_the_rank_that_has_it():
+def test_rows_of_a_head_are_together_on_one_rank():
     """Four heads of width one on two ranks."""
     source = Source("attention.qkv.bias", 0, by_head=True)
     rows = [
@@ -24,7 +24,7 @@ def test_rows_of_a_head_lie_together_on_the_rank_that_has_it():
     ("dim", "second"),
     [(0, [[4, 5, 6, 7]]), (1, [[2, 3], [6, 7]]), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])],
 )
-def test_matrix_is_cut_along_its_dimension(dim, second):
+def test_matrix_is_split_along_its_dimension(dim, second):
     assert (
         part(torch.arange(8).view(2, 4), Source("mlp_in.weight", dim), 1, 1, 2).tolist() == second
     )
@@ -45,7 +45,7 @@ def test_every_parameter_of_every_layer_is_found(model: GPTModel):
         assert sum(len(given) for given in found.values()) == len(list(theirs.parameters()))
 
 
-def test_loaded_model_computes_what_ours_does(model: GPTModel):
+def test_loaded_model_gives_our_outputs(model: GPTModel):
     ours = gpt(
         vocab_size=16, num_layers=2, width=8, num_heads=2, context=4, dropout=0.0, tied=False
     )
@@ -58,7 +58,7 @@ def test_loaded_model_computes_what_ours_does(model: GPTModel):
     assert torch.allclose(losses.mean(), ours.loss(logits, tokens), rtol=1e-6)
 
 
-def test_parameter_that_is_not_known_is_named(model: GPTModel):
+def test_unknown_parameter_is_named(model: GPTModel):
     model.extra = nn.Linear(2, 2, bias=False)
     with pytest.raises(KeyError, match="extra.weight have no counterpart"):
         list(parameters_by_layer(model, GPT, 2))

@@ -1,5 +1,5 @@
-"""Two ranks as processes: whether torch's engine takes the time that its schedule must take on our
-waits.
+"""Two ranks as processes: a step of torch's engine takes the time of its schedule on replay
+stages.
 """
 
 import sys
@@ -34,7 +34,7 @@ def a_config(**overrides: object) -> Config:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])  # of torch itself, and by CSV
-def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
+def test_step_takes_the_time_of_its_waits(schedule: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(FILE)
     overrides = [f"run.folder={tmp_path / 'run'}", f"pipeline.schedule={schedule}"]
     given = [word for override in overrides for word in ("-o", override)]
@@ -75,7 +75,9 @@ def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_torch_cannot_be_given_is_refused(overrides: dict[str, object], message: str) -> None:
+def test_unsupported_configuration_is_refused_for_torch_replay(
+    overrides: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(a_config(**overrides))
 

@@ -31,14 +31,14 @@ def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
     assert "cores, 20" in text
 
 
-def test_figure_that_is_not_known_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_figure_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench._BENCHES, "mfu", bench.Bench(lambda pace: [{"mfu": None}], 1.0))
     text = bench.bench_text("mfu", as_json=False)
     assert "│ -   │" in text
     assert "None" not in text
 
 
-def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
+def test_failed_run_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
         bench.run_quietly(
             {"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path
@@ -58,7 +58,7 @@ def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() ->
 
 
 @pytest.mark.parametrize(("name", "rank"), [("transport", 0), ("all-reduce", 2)])
-def test_hosts_that_make_no_sense_are_refused(name: str, rank: int) -> None:
+def test_invalid_hosts_are_refused(name: str, rank: int) -> None:
     with pytest.raises(ConfigError, match="--hosts goes with all-reduce and a --rank below 2"):
         bench.bench_text(name, as_json=False, hosts=("10.0.0.1", "10.0.0.2"), rank=rank)
 

@@ -1,5 +1,5 @@
-"""The loopback link as it is measured: the sums on stamps laid out by hand, and one measurement for
-real.
+"""The measurement of the loopback link: the arithmetic on given time stamps, and one real
+measurement.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from dpipe.bench.loopback import SMALL_BYTES, loopback_of, measure_loopback
 MB = 1_000_000
 
 
-def test_link_is_what_small_messages_take_and_large_ones_take_longer() -> None:
+def test_link_delay_is_from_small_messages_and_rate_from_large_ones() -> None:
     sent = [[(10.0, 0.0), (20.0, 0.0)], [(30.0, 0.0), (40.0, 0.0)]]
     received = [[(10.001, 0.0), (20.001, 0.0)], [(30.002, 0.0), (40.002, 0.0)]]
     link = loopback_of(sent, received, MB + SMALL_BYTES).link
@@ -22,10 +22,11 @@ def test_core_time_is_that_of_one_end() -> None:
     received = [[(1e-3, 200e-6)], [(2e-3, 800e-6)]]
     machine = loopback_of(sent, received, MB + SMALL_BYTES)
     assert machine.message_us == pytest.approx(150.0)
+    assert machine.link.delay_ms == pytest.approx(0.7)  # of a millisecond one way
     assert machine.us_per_mb == pytest.approx(400.0)
 
 
-def test_measured_link_carries_at_a_rate_that_a_socket_can() -> None:
+def test_measured_rate_is_possible_for_a_socket() -> None:
     machine = measure_loopback("tcp x1", pause_s=0.001)
     assert 0 < machine.link.delay_ms < 1_000
     assert 0.1 < machine.link.bandwidth_gbps < 1_000

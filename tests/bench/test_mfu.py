@@ -1,5 +1,5 @@
-"""The plain loop and the engine train the same model: else a time of one says nothing of the
-other.
+"""The plain loop and the engine train the same model; otherwise their times could not be
+compared.
 """
 
 from dataclasses import replace
@@ -14,13 +14,13 @@ from dpipe.bench.mfu import TINY, Case, Measured, check_parity, measure, measure
     [TINY, replace(TINY, parameters="bf16", precision="bf16"), replace(TINY, recompute="full")],
     ids=["fp32", "bf16 with masters", "recompute"],
 )
-def test_plain_loop_and_engine_learn_alike(case: Case) -> None:
+def test_plain_loop_and_engine_have_the_same_losses(case: Case) -> None:
     plain, ours = measure_both(case)
     assert plain.losses == ours.losses
     check_parity(case, plain, ours)
 
 
-def test_engine_alone_learns_what_it_learns_beside_the_plain_loop() -> None:
+def test_engine_alone_has_the_same_losses_as_beside_the_plain_loop() -> None:
     assert measure(TINY).losses == measure_both(TINY)[1].losses
 
 

@@ -27,7 +27,7 @@ def ends() -> Iterator[list[TcpTransport]]:
 
 
 def test_rate_is_all_that_moved_from_the_first_byte_to_the_last() -> None:
-    """Whichever tensor had them: stripes over several connections overtake each other."""
+    """Of any tensor: stripes on several connections overtake each other."""
     moved = [
         Moved(20 * MS, 100 * MS, 5 * MB),
         Moved(10 * MS, 110 * MS, 5 * MB),
@@ -36,8 +36,10 @@ def test_rate_is_all_that_moved_from_the_first_byte_to_the_last() -> None:
     assert rate.rate_gbps(moved) == pytest.approx(15 * 8e-3 / 0.100)
 
 
-def test_clock_starts_when_all_of_the_warm_up_is_through(ends: list[TcpTransport]) -> None:
-    """Or what the warm-up has left in buffers would count as carried in no time."""
+def test_clock_starts_when_the_warm_up_has_arrived(ends: list[TcpTransport]) -> None:
+    """Otherwise bytes of the warm-up that are still in buffers would count as carried in no
+    time.
+    """
     sender, receiver = ends
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(rate.send, sender, 0.1, 0.05)
@@ -48,7 +50,7 @@ def test_clock_starts_when_all_of_the_warm_up_is_through(ends: list[TcpTransport
     assert all(a.start_ns <= b.start_ns for a, b in pairwise(counted))
 
 
-def test_stretch_of_no_time_is_one_tensor(ends: list[TcpTransport]) -> None:
+def test_interval_of_no_time_is_one_tensor(ends: list[TcpTransport]) -> None:
     sender, receiver = ends
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(rate.send, sender, 0.0, 0.0)
@@ -56,7 +58,7 @@ def test_stretch_of_no_time_is_one_tensor(ends: list[TcpTransport]) -> None:
         sending.result(30)
 
 
-def test_two_ends_meet_and_the_receiver_prints_what_it_got() -> None:
+def test_two_ends_connect_and_the_receiver_prints_the_rate() -> None:
     words = ["127.0.0.1", "127.0.0.2", "--seconds", "0.05", "--warm-up", "0", "--connections", "2"]
 
     def start_sender() -> None:

@@ -14,7 +14,7 @@ TINY = Size(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])  # of torch itself, and by CSV
-def test_both_engines_learn_the_same_and_are_timed(schedule: str) -> None:
+def test_both_engines_have_the_same_losses_and_are_timed(schedule: str) -> None:
     row = compare_pipelining(schedule, TINY)
     assert row["loss difference"] < 1e-5
     low, high = map(float, row["middle half"].split(" to "))

@@ -54,14 +54,14 @@ def test_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e9", "0", "-1"])
-def test_wait_that_no_clock_counts_is_refused(seconds: str) -> None:
+def test_wait_beyond_the_clock_is_refused(seconds: str) -> None:
     result = run("train", "job.toml", "--timeout", seconds)
     assert result.exit_code == 2
     assert "Invalid value for '--timeout'" in result.output
 
 
 @pytest.mark.parametrize("temperature", ["nan", "-1"])
-def test_temperature_that_is_none_is_refused(temperature: str) -> None:
+def test_invalid_temperature_is_refused(temperature: str) -> None:
     result = run("generate", "run", "--prompt", "The", "--temperature", temperature)
     assert result.exit_code == 2
     assert "Invalid value for '--temperature'" in result.output
@@ -78,7 +78,7 @@ def test_every_benchmark_has_a_name_on_the_command_line() -> None:
 GPIPE = ("schedule", "gpipe", "--stages", "2", "--micro-batches", "2")
 
 
-def test_answer_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
     with open("/dev/full", "w") as full:
         words = (sys.executable, "-m", "dpipe", *GPIPE)
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -89,8 +89,8 @@ def test_answer_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
     )
 
 
-def test_character_that_a_terminal_has_not_is_replaced() -> None:
-    """Such as one of what the model writes."""
+def test_character_outside_the_terminals_encoding_is_replaced() -> None:
+    """For example in generated text."""
     code = (
         "from dpipe.cli.main import main\n"
         "from dpipe.cli.options import show\n"
@@ -128,6 +128,32 @@ def test_simulate_answers_without_torch(tmp_path: Path) -> None:
     row = json.loads(done.stdout)
     assert row["step_s"] > 0
     assert row["peak_in_flight"] == [2, 1]
+
+
+def test_simulate_uses_the_given_machines(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text("[pipeline]\nstages = 2\n")
+    machines = tmp_path / "3.toml"
+    machines.write_text('[[machine]]\nname = "a"\ndevices = 2\ngflops = 10\n')
+    slower = run("simulate", str(config), "--machines", str(machines), "--json")
+    plain = run("simulate", str(config), "--json")
+    assert json.loads(slower.output)["step_s"] > json.loads(plain.output)["step_s"]
+    gone = run("simulate", str(config), "--machines", str(tmp_path / "none.toml"))
+    assert gone.exit_code == 2
+    assert "none.toml does not exist" in gone.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_run_refuses_machines_that_are_too_few(command: str, tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text('[model]\nlayers = "replay"\n[pipeline]\nstages = 2\n')
+    machines = tmp_path / "machines.toml"
+    machines.write_text('[[machine]]\nname = "a"\n')
+    flags = ["--rank", "0", "--world-size", "2", "--coordinator", "127.0.0.1:1"]
+    flags = flags if command == "train" else []
+    result = run(command, str(config), "--machines", str(machines), *flags)
+    assert result.exit_code == 2
+    assert "the run takes 2 places, but the machines of" in result.stderr
 
 
 def test_simulate_uses_the_given_network(tmp_path: Path) -> None:

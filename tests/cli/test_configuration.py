@@ -1,4 +1,4 @@
-"""`dpipe config`: the keys, and what a file comes to."""
+"""`dpipe config`: the keys, and the configuration that a file results in."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def job(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_keys_are_printed_with_what_they_take() -> None:
+def test_keys_are_printed_with_their_types() -> None:
     result = run()
     assert result.exit_code == 0
     assert result.output == reference.text() + "\n"
@@ -38,7 +38,7 @@ def test_keys_are_printed_as_json() -> None:
     assert json.loads(run("--json").output) == reference.as_json()
 
 
-def test_file_is_printed_with_where_each_value_is_from(job: str) -> None:
+def test_file_is_printed_with_the_origin_of_each_value(job: str) -> None:
     result = run(job, "-o", "train.seed=7")
     assert result.exit_code == 0
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
@@ -69,7 +69,7 @@ def test_mistake_is_named_and_exit_code_2(words: list[str], message: str, job: s
     assert message in result.output
 
 
-def test_answer_needs_no_torch() -> None:
+def test_config_command_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from dpipe.cli.main import main; main(['config', '--markdown'], prog_name='dpipe')"

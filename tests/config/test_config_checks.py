@@ -1,4 +1,4 @@
-"""What sections refuse of each other."""
+"""Combinations of sections that are refused."""
 
 from typing import Any
 
@@ -74,9 +74,7 @@ WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
         ),
     ],
 )
-def test_sections_that_do_not_go_together_are_refused(
-    table: dict[str, object], message: str
-) -> None:
+def test_incompatible_sections_are_refused(table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(table)
 
@@ -102,7 +100,7 @@ def test_sample_of_bert_is_refused() -> None:
     ],
     ids=["cpu", "replay", "shape", "replicas"],
 )
-def test_nccl_refuses_what_it_cannot_move(
+def test_nccl_refuses_unsupported_configurations(
     table: dict[str, dict[str, object]], message: str
 ) -> None:
     transport = {"kind": "nccl", **table.get("transport", {})}
@@ -127,13 +125,13 @@ def test_nccl_refuses_what_it_cannot_move(
         ),
     ],
 )
-def test_parameter_server_that_cannot_work_is_refused(table: dict[str, Any], message: str) -> None:
+def test_invalid_parameter_server_is_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(table)
 
 
-def test_torch_group_that_rounds_each_sum_refuses_a_tied_embedding_from_three_replicas_on() -> None:
-    """Two have only one order to add in."""
+def test_torch_group_with_rounded_sums_refuses_a_tied_embedding_on_three_or_more_replicas() -> None:
+    """With two replicas there is only one order of summation."""
     settings = {"kind": "all-reduce", "group": "torch", "wire": "bf16"}
     table = {"model": {"tie_embeddings": True}, "train": {"batch_size": 24}}
     build({**table, "data_parallel": {**settings, "replicas": 2}})
@@ -159,7 +157,7 @@ def test_torch_group_that_rounds_each_sum_refuses_a_tied_embedding_from_three_re
 def test_shape_is_refused_where_replicas_have_connections_of_their_own(
     settings: dict[str, Any], message: str
 ) -> None:
-    """They took what the machine takes, and were predicted to take what the shape does."""
+    """Such a run was not slowed down, but was predicted to be."""
     table = {"data_parallel": {**settings, "replicas": 2}}
     build(table)
     with pytest.raises(
@@ -176,7 +174,7 @@ def test_compiled_layers_refuse_a_schedule_that_splits_the_backward_pass(schedul
         build({"train": {"compile": True}, "pipeline": {"schedule": schedule}})
 
 
-def test_auto_refuses_to_be_told_how_many_microbatches_are_in_flight() -> None:
+def test_auto_refuses_a_number_of_microbatches_in_flight() -> None:
     """It was ignored."""
     with pytest.raises(ConfigError, match="leave pipeline.in_flight out, or bound what a rank"):
         build({"pipeline": {"schedule": "auto", "in_flight": 4}})

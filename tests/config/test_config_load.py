@@ -68,7 +68,7 @@ def test_override_without_section_and_value_is_refused(tmp_path: Path, text: str
         load(written(tmp_path, ""), (text,))
 
 
-def test_override_in_what_is_no_section_is_refused(tmp_path: Path) -> None:
+def test_override_of_an_unknown_section_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'train' is not a section"):
         load(written(tmp_path, "train = 3"), ("train.steps=5",))
 
@@ -93,7 +93,7 @@ def test_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         load(written(tmp_path, "steps 5"))
 
 
-def test_json_that_a_run_has_kept_is_read(tmp_path: Path) -> None:
+def test_json_of_a_run_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = build({"train": {"steps": 7}, "model": {"options": {"a": None}}})
     path.write_text(json.dumps(config.model_dump(mode="json", exclude={"node"})))
@@ -104,7 +104,7 @@ def test_json_that_a_run_has_kept_is_read(tmp_path: Path) -> None:
     ("text", "message"),
     [("steps 5", "is not JSON"), ("[3]", "must be a JSON object of sections")],
 )
-def test_json_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_json_of_something_else_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -127,11 +127,11 @@ def test_key_that_is_left_out_stays_unset() -> None:
     assert build({"model": {"width": 64}}).model.model_fields_set == {"width"}
 
 
-def test_digest_differs_with_what_ranks_must_agree_on() -> None:
+def test_digest_depends_on_keys_that_ranks_share() -> None:
     assert build({"train": {"steps": 5}}).digest() != Config().digest()
 
 
-def test_digest_leaves_out_what_belongs_to_one_process() -> None:
+def test_digest_leaves_out_the_node_section() -> None:
     assert build({"node": {"port": 7000, "threads": 4}}).digest() == Config().digest()
 
 

@@ -1,4 +1,4 @@
-"""What each section refuses by itself."""
+"""Values that each section refuses."""
 
 import pytest
 
@@ -59,7 +59,7 @@ WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
         ),
     ],
 )
-def test_value_that_cannot_be_is_refused(table: dict[str, object], message: str) -> None:
+def test_invalid_value_is_refused(table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(table)
 
@@ -72,7 +72,7 @@ def test_wait_out_of_range_is_refused(wait: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "runs/" + "x" * 300, "runs/" + "ü" * 150, "a\0b"])
-def test_folder_that_no_run_can_have_is_refused(folder: str) -> None:
+def test_invalid_folder_is_refused(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"^run\.folder [^\0]*$"):
         build({"run": {"folder": folder}})
 
@@ -87,9 +87,7 @@ def test_folder_that_no_run_can_have_is_refused(folder: str) -> None:
         ),
     ],
 )
-def test_local_sgd_refuses_what_does_not_go_with_it(
-    settings: dict[str, object], message: str
-) -> None:
+def test_local_sgd_refuses_incompatible_keys(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build({"data_parallel": {"kind": "local-sgd", "replicas": 2, **settings}})
 

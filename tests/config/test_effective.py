@@ -1,4 +1,4 @@
-"""What a file comes to, key by key."""
+"""The configuration that a file results in, key by key."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_value_says_where_it_is_from(job: Path) -> None:
+def test_each_value_has_its_origin(job: Path) -> None:
     by_name = {setting.name: setting for setting in settings(job, OVERRIDES)}
     assert [by_name[f"model.{key}"] for key in ("num_layers", "width", "num_heads", "dropout")] == [
         Setting("model.num_layers", 2, str(job)),
@@ -58,7 +58,7 @@ def test_token_is_not_shown(job: Path) -> None:
     assert effective.as_json(settings(job))["node.token"] == {"value": None, "origin": str(job)}
 
 
-def test_token_that_is_not_set_is_nothing_to_hide(tmp_path: Path) -> None:
+def test_unset_token_is_not_hidden(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("")
     assert effective.as_json(settings(path))["node.token"] == {"value": "", "origin": "default"}

@@ -56,6 +56,6 @@ def test_name_of_another_form_is_accepted_and_shown() -> None:
         Paint(wall="pink")
 
 
-def test_value_that_is_no_string_is_refused() -> None:
+def test_value_other_than_a_string_is_refused() -> None:
     with pytest.raises(ValidationError, match="Input should be a valid string"):
         Paint.model_validate({"colour": 3})

@@ -1,11 +1,11 @@
-"""Sizes by name: as published, and each can be set."""
+"""Sizes by name: they are those published, and each can be overridden."""
 
 import pytest
 
 from dpipe.config.load import build
 from dpipe.errors import ConfigError
 
-# in 10^9, as the papers say it
+# in 10^9, as published
 PUBLISHED_SIZES = {
     "gpt2-345m": 0.355,
     "sc21-1.7b": 1.7,
@@ -28,7 +28,7 @@ def test_preset_has_as_many_parameters_as_published(name: str, published: float)
     assert model.vocab_size is not None
     blocks = model.num_layers * (12 * model.width**2 + 13 * model.width)
     parameters = blocks + (model.vocab_size + model.context) * model.width
-    assert parameters / 1e9 == pytest.approx(published, rel=0.03)  # theirs are rounded
+    assert parameters / 1e9 == pytest.approx(published, rel=0.03)  # published numbers are rounded
 
 
 def test_size_that_is_set_wins_over_the_preset() -> None:

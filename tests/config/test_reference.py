@@ -24,9 +24,9 @@ def test_every_key_of_a_configuration_is_there() -> None:
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 def test_key_has_a_meaning(key: Key) -> None:
-    """One or two sentences or three, that end as sentences do."""
+    """One to three whole sentences."""
     assert re.fullmatch(r"\S.{9,239}\.", key.meaning)
-    # a type is not a meaning: what leaving it out means is said
+    # a key that may be left out says what that means
     if not key.default:
         assert "Left out:" in key.meaning or key.name in ("node.tls_key", "node.tls_ca")
 
@@ -53,12 +53,12 @@ def test_section_says_what_it_is_for(section: reference.SectionReference) -> Non
         ("node.port", "integer, 0 to 65,535", "0"),
     ],
 )
-def test_key_says_what_it_takes(name: str, values: str, default: str) -> None:
+def test_key_has_its_type(name: str, values: str, default: str) -> None:
     assert key(name).values() == values
     assert key(name).default == default
 
 
-def test_choice_of_a_table_says_its_names() -> None:
+def test_choice_lists_the_names_of_its_table() -> None:
     assert key("model.preset").values().startswith('"bert-345m", "gpt2-345m", "gpt3-xl"')
 
 

@@ -1,4 +1,4 @@
-"""Which code may be named: by where its file lies, and without importing anything."""
+"""Which code a configuration may name: decided by the place of its file, without importing it."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ def test_models_of_dpipe_are_allowed(working: Path, layers: str) -> None:
         "dpipe.processes.launch:launch",
     ],
 )
-def test_code_of_others_needs_trust(working: Path, layers: str) -> None:
+def test_code_outside_the_working_folder_needs_trust(working: Path, layers: str) -> None:
     with pytest.raises(ConfigError, match=r"would run code that is .*add --trust-code"):
         refuse_untrusted(layers, trust_code=False)
     refuse_untrusted(layers, trust_code=True)
@@ -89,7 +89,7 @@ def test_folder_without_init_is_allowed_where_all_of_it_is_ours(
     assert not allowed("trust_shared.net:layers")
 
 
-def test_name_that_nobody_has_is_left_to_the_import(working: Path) -> None:
+def test_unknown_name_is_left_to_the_import(working: Path) -> None:
     assert allowed("trust_nowhere:layers")
     (working / "trust_alone.py").write_text(BOMB)
     assert allowed("trust_alone.nowhere:layers")
@@ -102,7 +102,7 @@ def test_other_places_need_trust(working: Path, elsewhere: Path) -> None:
 
 
 def test_links_out_of_the_working_folder_need_trust(working: Path, elsewhere: Path) -> None:
-    """The real path counts, also where the link's own place is the working folder."""
+    """The real path counts, even if the link itself is in the working folder."""
     (elsewhere / "evil.py").write_text(BOMB)
     (working / "trust_link.py").symlink_to(elsewhere / "evil.py")
     package(elsewhere, "evils")
@@ -121,7 +121,7 @@ def test_working_folder_reached_by_a_link_is_the_working_folder(
 
 
 @pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
-def test_what_is_installed_below_the_working_folder_needs_trust(
+def test_package_installed_below_the_working_folder_needs_trust(
     working: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     installed = working / ".venv" / "lib" / name
@@ -140,7 +140,7 @@ def test_python_below_the_working_folder_needs_trust(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "layers", ["netem.tc:commands", "dpipe.processes.launch:launch", "fleet.ssh:x"]
 )
-def test_checkout_of_dpipe_as_working_folder_lends_none_of_its_code(
+def test_code_of_a_dpipe_checkout_as_working_folder_needs_trust(
     monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,5 +1,5 @@
-"""Sequences that BERT reads, from a text in which every word says where it is: w3_17 is word 3 of
-sentence 17.
+"""BERT's sequences, from a text in which every word has its position: w3_17 is word 3 of sentence
+17.
 """
 
 from pathlib import Path
@@ -15,7 +15,11 @@ from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
 
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS, SENTENCES, DOCUMENT = 6, 60, 10  # words a sentence, sentences in all, sentences a document
+WORDS, SENTENCES, DOCUMENT = (
+    6,
+    60,
+    10,
+)  # words per sentence, sentences in total, sentences per document
 CONTEXT = 32
 
 
@@ -37,7 +41,7 @@ VOCABULARY = [*MARKS, *(word for number in range(SENTENCES) for word in sentence
 
 
 def save_tokenizer(path: str, marks: list[str] = MARKS) -> None:
-    """Whole words, as a WordPiece would take them that knows them all."""
+    """A WordPiece tokenizer whose vocabulary has every word."""
     words = [word for word in VOCABULARY if word not in MARKS or word in marks]
     tokenizer = Tokenizer(
         models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
@@ -57,14 +61,14 @@ def pairs(text: str = TEXT, context: int = CONTEXT, held_out: float = 0.0) -> Se
 
 
 def sequences(number: int, **options: object) -> list[tuple[list[str], list[int], int, list[int]]]:
-    """Words, types, length and targets of so many sequences."""
+    """Words, types, length and targets of each sequence."""
     (tokens, types, lengths), targets = pairs(**options).training(0, 0, range(number))  # type: ignore[arg-type]
     words = [[VOCABULARY[i] for i in row] for row in tokens.tolist()]
     return list(zip(words, types.tolist(), lengths.tolist(), targets.tolist(), strict=True))
 
 
 def restored(words: list[str], targets: list[int]) -> list[str]:
-    """With the words back that were masked out."""
+    """The words before masking."""
     return [
         word if target == IGNORED else VOCABULARY[target]
         for word, target in zip(words, targets, strict=True)
@@ -93,7 +97,7 @@ def test_lines_are_sentences_and_blank_lines_end_documents() -> None:
     ]
 
 
-def test_mark_in_a_text_is_text() -> None:
+def test_special_token_in_a_text_is_plain_text() -> None:
     save_tokenizer("words.json")
     ids = SentenceTokenizer("words.json").encode("w0s1 [SEP] w1s1")
     assert [VOCABULARY[i] for i in ids].count("[SEP]") == 1  # the one at the end
@@ -108,7 +112,7 @@ def test_files_are_documents_of_their_own() -> None:
     assert np.flatnonzero(corpus.tokens == tokenizer.separator).tolist() == [6, 7, 14]
 
 
-def test_sequence_is_two_passages_between_marks() -> None:
+def test_sequence_is_two_segments_between_special_tokens() -> None:
     for words, types, length, targets in sequences(50):
         whole = ["[CLS]", *restored(words, targets)]
         seam = whole.index("[SEP]")
@@ -124,8 +128,8 @@ def test_most_sequences_are_full_and_some_are_short() -> None:
     assert min(lengths) >= 5
 
 
-def test_second_passage_follows_the_first_where_the_target_says_so() -> None:
-    """Text after A's last word, in the same document and at a sentence's start."""
+def test_second_segment_follows_the_first_if_the_target_says_so() -> None:
+    """It follows A's last word, in the same document and at the start of a sentence."""
     joined = [word for line in TEXT.splitlines() for word in line.split()]
     for words, _, length, targets in sequences(200):
         a, b = passages(words, length, targets)
@@ -138,12 +142,12 @@ def test_second_passage_follows_the_first_where_the_target_says_so() -> None:
             )
 
 
-def test_half_of_the_second_passages_are_from_elsewhere() -> None:
+def test_half_of_the_second_segments_are_random() -> None:
     elsewhere = sum(targets[0] for _, _, _, targets in sequences(400))
-    assert 160 < elsewhere < 280  # half, and those whose document has no next sentence
+    assert 160 < elsewhere < 280  # half, and those at the end of their document
 
 
-def test_words_are_masked_as_in_devlin() -> None:
+def test_tokens_are_masked_as_in_devlin_2018() -> None:
     masked = kept = other = among = 0
     for words, _, length, targets in sequences(400):
         chosen = [i for i, target in enumerate(targets) if target != IGNORED and i > 0]
@@ -190,11 +194,11 @@ def test_held_out_sequences_are_from_the_held_out_text_alone() -> None:
         known = {w for w, t in zip(words, target[1:], strict=True)}
         assert (
             len(known - set(cut) - set(MARKS)) <= 0.15 * CONTEXT
-        )  # one masked word in ten is any other
+        )  # one masked word in ten is a random word
     assert torch.equal(made.held_out(range(5, 6))[0][0], tokens[5:6])
 
 
-def test_sentence_longer_than_the_window_is_taken_as_it_stands() -> None:
+def test_sentence_longer_than_the_context_is_kept() -> None:
     made = pairs(text=" ".join(sentence(n) for n in range(SENTENCES)) + "\n", context=8)
     (tokens, _, lengths), _ = made.training(0, 0, range(20))
     assert int(lengths.min()) >= 5
@@ -237,7 +241,7 @@ def test_part_that_is_too_short_is_refused(context: int, held_out: float, messag
         pairs(context=context, held_out=held_out).check(need_held_out=True)
 
 
-def test_tokenizer_without_marks_is_refused() -> None:
+def test_tokenizer_without_special_tokens_is_refused() -> None:
     save_tokenizer("bare.json", ["[UNK]", "[SEP]"])
     with pytest.raises(
         DataError, match=r"bare.json has no \[CLS\] \[MASK\], which BERT needs; give a WordPiece"

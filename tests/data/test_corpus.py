@@ -45,7 +45,7 @@ def train_tokenizer(path: str, vocab_size: int = 300) -> None:
     tokenizer.save(path)
 
 
-def test_batch_is_windows_of_the_text_and_what_follows() -> None:
+def test_batch_is_windows_of_the_text_with_shifted_targets() -> None:
     write("text.txt")
     text = corpus()
     inputs, targets = text.batch(seed=0, step=3, replica=0, batch_size=4, context=16)
@@ -75,7 +75,7 @@ def test_order_of_the_text_never_changes_between_versions() -> None:
     assert inputs[:, 0].tolist() == [50, 104, 124, 47, 49, 2]
 
 
-def test_batches_reach_all_of_the_training_text_and_none_of_the_held_out() -> None:
+def test_batches_cover_the_training_text_and_no_held_out_text() -> None:
     write("text.txt", "a" * 90 + "b" * 10)
     text = corpus()
     inputs, targets = text.batch(seed=0, step=0, replica=0, batch_size=500, context=4)
@@ -113,7 +113,7 @@ def test_package_files_are_found_without_importing_it(monkeypatch: pytest.Monkey
     assert "speeches" not in sys.modules
 
 
-def test_bytes_survive_the_way_through_tokens() -> None:
+def test_bytes_survive_tokenization() -> None:
     write("text.txt", "naïve ∑ \n" * 30)
     text = corpus(held_out=0.5)
     assert text.vocab_size == 256
@@ -145,7 +145,7 @@ def test_long_text_is_tokenised_in_pieces_that_lose_nothing(
 
 
 def test_vocabulary_is_as_large_as_its_largest_number() -> None:
-    """Numbers may have gaps, and the model needs a row for each."""
+    """Token numbers may have gaps, and the model needs a row for each number."""
     write("text.txt", "a b " * 50)
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 500}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -167,7 +167,7 @@ def test_wide_vocabulary_takes_wide_tokens() -> None:
     ("text", "bits"),
     [("ab" * 1000, 0.0), ("abac" * 500, 0.5), ("aabb" * 1000, 1.0)],
 )
-def test_bigram_entropy_is_that_of_a_byte_given_the_one_before(text: str, bits: float) -> None:
+def test_bigram_entropy_is_conditional_on_the_previous_byte(text: str, bits: float) -> None:
     """In the second text `a` is followed by b or c, and each of those by `a`: one bit half of the
     time.
     """

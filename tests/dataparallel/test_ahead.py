@@ -1,4 +1,6 @@
-"""With a step's delay: where replicas compute, and what they agree on."""
+"""`data_parallel.delay`: the parameters that replicas compute with, and the mean that they step
+by.
+"""
 
 from functools import partial
 
@@ -45,7 +47,7 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def descend(
     kind: DataParallel, stage: Layered, replica: int, steps: int
 ) -> list[list[torch.Tensor]]:
-    """Steps down a bowl whose gradient is where one is; returns where each gradient was taken."""
+    """Descend a quadratic bowl; returns the parameters at which each gradient was taken."""
     places = []
     for step in range(steps):
         kind.begin(step, RATE, 1.0)
@@ -62,7 +64,7 @@ def descend(
 
 
 @KINDS
-def test_delay_costs_nothing_where_replicas_see_the_same(kind: str) -> None:
+def test_delay_changes_nothing_if_replicas_have_the_same_data(kind: str) -> None:
     """Their own gradients are then the mean: each is taken where it would be without a delay, to
     the last bit.
     """
@@ -75,7 +77,7 @@ def test_delay_costs_nothing_where_replicas_see_the_same(kind: str) -> None:
 def places_of_the_second_step(
     kind: str, replicas: int
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Where each replica computes, and what it has after the step."""
+    """The parameters that each replica computes with, and those after the step."""
 
     def run(
         kind: DataParallel, stage: Layered, replica: int
@@ -103,12 +105,12 @@ def stepped_alone(replica: int) -> list[torch.Tensor]:
     return values(stage)
 
 
-def test_each_replica_computes_where_its_own_gradient_leads() -> None:
+def test_each_replica_computes_with_its_own_gradient_applied() -> None:
     for replica, (place, _) in enumerate(places_of_the_second_step("all-reduce", 3)):
         assert equal(place, stepped_alone(replica))
 
 
-def test_sharded_replicas_all_compute_where_the_owners_gradients_lead() -> None:
+def test_sharded_replicas_compute_with_the_owners_gradients_applied() -> None:
     """60 values in three shards of 20: all of the owner's gradient counts in its own shard
     alone.
     """
@@ -119,12 +121,12 @@ def test_sharded_replicas_all_compute_where_the_owners_gradients_lead() -> None:
 
 
 @KINDS
-def test_skipped_step_leaves_what_was_agreed(kind: str) -> None:
+def test_skipped_step_keeps_the_averaged_parameters(kind: str) -> None:
     assert all(equal(after, values(Layered())) for _, after in places_of_the_second_step(kind, 3))
 
 
 @KINDS
-def test_resumed_replicas_compute_where_they_would_have(kind: str) -> None:
+def test_resumed_replicas_continue_with_the_same_parameters(kind: str) -> None:
     def run(
         kind: DataParallel, stage: Layered, replica: int, saves: bool
     ) -> tuple[list[torch.Tensor], ...]:
@@ -159,7 +161,7 @@ def test_resumed_replicas_compute_where_they_would_have(kind: str) -> None:
 
 
 def _whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """As the checkpoint puts parts together."""
+    """The parts joined as in a checkpoint."""
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, tensor in ((n, t) for state in states for n, t in state.items()):
         base, _, span = name.partition("[")
@@ -176,7 +178,7 @@ def ahead(stage: Layered) -> LookAhead:
     return LookAhead(Optimizer(whole(trained(stage)), ADAM, whole=True))
 
 
-def test_gradient_that_is_not_finite_leads_nowhere() -> None:
+def test_nonfinite_gradient_is_not_applied_ahead() -> None:
     stage = Layered()
     one = ahead(stage)
     one.remember([*gradients(stage, 0, 0)[:2], torch.full((11, 2), torch.inf)], 1.0)
@@ -184,7 +186,7 @@ def test_gradient_that_is_not_finite_leads_nowhere() -> None:
     assert equal(values(stage), values(Layered()))
 
 
-def test_loss_scale_is_taken_out() -> None:
+def test_gradients_are_unscaled() -> None:
     stage = Layered()
     one = ahead(stage)
     one.remember([gradient * 1024.0 for gradient in gradients(stage, 0, 1)], 1024.0)
@@ -192,7 +194,7 @@ def test_loss_scale_is_taken_out() -> None:
     assert equal(values(stage), stepped_alone(1))
 
 
-def test_way_back_is_to_the_bit() -> None:
+def test_undoing_the_step_ahead_restores_every_bit() -> None:
     stage = Layered()
     one = ahead(stage)
     one.remember(gradients(stage, 0, 0), 1.0)
@@ -202,7 +204,7 @@ def test_way_back_is_to_the_bit() -> None:
     assert equal(values(stage), values(Layered()))
 
 
-def test_replica_without_a_gradient_of_its_own_goes_ahead_by_the_mean() -> None:
+def test_replica_without_its_own_gradient_applies_the_mean() -> None:
     stage = Layered()
     one = ahead(stage)
     names = [name for name, _ in trained(stage)]

@@ -1,4 +1,4 @@
-"""The exchange itself, and what it does when the other end is not as it should be."""
+"""The exchange itself, and its behaviour when the other end fails."""
 
 import threading
 
@@ -39,8 +39,8 @@ def test_average_is_the_mean_added_in_replica_order(replicas: int, length: int) 
     assert all(torch.equal(row, mean) for row in own)
 
 
-def test_parts_are_made_ready_just_before_they_are_sent() -> None:
-    """So that encoding and copying of later parts hides behind the sending of the earlier ones."""
+def test_parts_are_prepared_just_before_they_are_sent() -> None:
+    """So that encoding and copying of later parts overlap with sending the earlier ones."""
     exchanges, own = ends(2, part_bytes=4 * 10), rows(2, 100)
     pieces: list[slice] = []
     in_threads(
@@ -54,11 +54,13 @@ def test_parts_are_made_ready_just_before_they_are_sent() -> None:
         50,
         55,
         60,
-    ]  # what the other replica owns goes out first
+    ]  # the part of the other replica is sent first
 
 
-def test_error_feedback_makes_up_for_what_rounding_took() -> None:
-    """Without it the sum of many encoded gradients drifts; with it the error stays that of one."""
+def test_error_feedback_compensates_rounding() -> None:
+    """Without it the error of the sum grows with each encoded gradient; with it it stays that of
+    one.
+    """
     values = torch.linspace(-1, 1, 256) * 1e-3 + torch.nn.functional.one_hot(torch.tensor(7), 256)
     feedback, plain = FeedbackWire(codec("int8")), codec("int8")
     like = feedback.wire_spec
@@ -74,7 +76,7 @@ def test_error_feedback_makes_up_for_what_rounding_took() -> None:
     assert (drifted - 50 * values).abs().max() > 0.04
 
 
-def test_rows_of_different_sizes_are_refused_naming_both() -> None:
+def test_vectors_of_different_sizes_are_refused_naming_both() -> None:
     exchanges, own = ends(2, part_bytes=4000), [torch.zeros(100), torch.zeros(90)]
 
     def average(replica: int) -> None:
@@ -92,9 +94,7 @@ def test_rows_of_different_sizes_are_refused_naming_both() -> None:
 
 
 class Dying:
-    """Links that break when `sends` messages have gone out, as those of a process that is
-    killed.
-    """
+    """Links that break after `sends` messages, like those of a killed process."""
 
     def __init__(self, inner: Transport, sends: int) -> None:
         self._inner, self._left = inner, sends

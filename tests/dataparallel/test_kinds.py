@@ -1,5 +1,5 @@
-"""What every kind promises that steps by the mean gradient: any number of replicas, any wire, a
-step late or not.
+"""The promises of every kind that steps by the mean gradient: with any number of replicas, any
+wire, delayed or not.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from dpipe.paramworker.kind import ParameterServerWorker
 from dpipe.wire.transfer import Links
 
 RUNS = itertools.count()
-PART_BYTES = 40  # a few parts in so small a row
+PART_BYTES = 40  # a few parts in such a small vector
 WHOLE_BYTES = 2 * 4 * (5 * 7 + 3 + 11 * 2)  # of the optimizer's state of a stage
 DELAYABLE = ("all-reduce", "sharded")
 KINDS = (*DELAYABLE, "parameter-server")
@@ -41,7 +41,9 @@ PORT: list[int] = []
 
 @pytest.fixture(autouse=True, scope="module")
 def _server() -> Iterator[None]:
-    """For every test here: each run takes the stage over from the one before."""
+    """One server for all tests of this file: each run takes the stage over from the previous
+    one.
+    """
     server = ParameterServer()
     PORT.append(server.port)
     yield
@@ -87,7 +89,7 @@ def of_kind(
 
 
 def alone(replicas: int, steps: int) -> Layered:
-    """One process that takes the mean gradient's steps."""
+    """One process that steps by the mean gradient."""
     stage = Layered()
     single = Single({0: stage}, ADAM)
     for step in range(steps):
@@ -124,7 +126,7 @@ def test_replicas_step_by_the_mean_gradient_to_the_last_bit(kind: str, replicas:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_steps_a_parameter_without_gradient_as_replicas_do(kind: str) -> None:
-    """In the second of three steps: its moments fade and its weights decay."""
+    """In the second of three steps: its moments and its weights decay."""
 
     def run(kind: DataParallel, stage: Layered, replica: int) -> Layered:
         for step in range(3):
@@ -147,7 +149,7 @@ def test_delayed_replicas_step_by_the_mean_gradient_of_the_step_before(kind: str
 
 @pytest.mark.parametrize(("wire_name", "apart"), [("bf16", 0.02), ("int8", 0.05)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lossy_wire_steps_nearly_by_the_mean_gradient(
+def test_lossy_wire_steps_approximately_by_the_mean_gradient(
     kind: str, wire_name: str, apart: float
 ) -> None:
     lossy, exact = train(of_kind(kind, 3, wire_name), 3)[0], alone(3, steps=3)
@@ -181,7 +183,7 @@ def test_reports_add_up_to_the_norm_of_the_mean_gradient_without_its_loss_scale(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_multiplies_by_the_factor(kind: str) -> None:
-    """AdamW hardly minds the length of a gradient, but its moments do."""
+    """AdamW's step hardly depends on the norm of a gradient, but its moments do."""
 
     def moments(
         kind: DataParallel, stage: Layered, replica: int, factor: float
@@ -232,7 +234,7 @@ def test_gradient_that_is_not_finite_leaves_no_trace_in_the_feedback(kind: str) 
 
 
 def whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """As the checkpoint puts the parts of all replicas together."""
+    """The parts of all replicas joined as in a checkpoint."""
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, tensor in ((n, t) for state in states for n, t in state.items()):
         base, _, span = name.partition("[")
@@ -249,7 +251,7 @@ def whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("first", "then"), [("sharded", "all-reduce"), ("all-reduce", "sharded"), ("sharded",) * 2]
 )
-def test_another_kind_and_number_of_replicas_goes_on_from_the_state(
+def test_another_kind_and_number_of_replicas_continues_from_the_state(
     first: str, then: str, lag: int
 ) -> None:
     """Three replicas for two steps, then one step of two replicas, each with the same gradient as

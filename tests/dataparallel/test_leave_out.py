@@ -53,7 +53,7 @@ def mean_of_rest(stage: Layered, step: int, replicas: int, bad: set[int]) -> lis
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
 @pytest.mark.parametrize(("replicas", "bad"), [(2, {1}), (2, {0}), (3, {1}), (4, {0, 2}), (4, {3})])
 @pytest.mark.parametrize("name", ["all-reduce", "sharded"])
-def test_step_is_the_mean_of_the_rest_to_the_last_bit(
+def test_step_is_the_mean_of_the_other_replicas_to_the_last_bit(
     name: str, replicas: int, bad: set[int], poison: float
 ) -> None:
     def run(kind: DataParallel, stage: Layered, replica: int) -> tuple[Layered, float]:

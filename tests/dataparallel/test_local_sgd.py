@@ -1,4 +1,4 @@
-"""Replicas that step by themselves and agree now and then."""
+"""Replicas that take steps on their own and average now and then."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def local_sgd(
 
 
 def alone(replica: int, steps: int) -> Layered:
-    """What a replica comes to if it never hears of the others."""
+    """The parameters of a replica that never averages with the others."""
     stage = Layered()
     single = Single({0: stage}, ADAM)
     for step in range(steps):
@@ -79,7 +79,7 @@ def test_outer_step_without_momentum_at_rate_1_is_the_mean_of_the_replicas(repli
     assert_close(reached, mean([alone(replica, steps=3) for replica in range(replicas)]))
 
 
-def test_replicas_go_their_own_way_between_outer_steps() -> None:
+def test_replicas_differ_between_outer_steps() -> None:
     stages = train(local_sgd(2, 5), 2, steps=4)
     assert [equal(stage, alone(replica, steps=4)) for replica, stage in enumerate(stages)] == [
         True,
@@ -133,7 +133,7 @@ def test_fragments_take_turns() -> None:
     assert [turns[0][step] for step in (0, 2, 4)] == [0, 0, 0]
 
 
-def test_overlapped_outer_step_keeps_what_was_learnt_meanwhile() -> None:
+def test_overlapped_outer_step_keeps_the_inner_steps_taken_meanwhile() -> None:
     stages = train(local_sgd(2, 2, overlap=True), 2, steps=3)
     after_two, after_three = ([alone(replica, steps) for replica in range(2)] for steps in (2, 3))
     for replica, stage in enumerate(stages):
@@ -213,7 +213,7 @@ def resumed(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_fragments", [1, 2])
 @pytest.mark.parametrize("stop", [3, 4, 5])
-def test_resumed_replicas_go_on_as_if_nothing_had_been(
+def test_resumed_replicas_continue_to_the_last_bit(
     stop: int, num_fragments: int, overlap: bool
 ) -> None:
     make = local_sgd(3, 4, num_fragments=num_fragments, overlap=overlap, **DILOCO)
@@ -224,7 +224,7 @@ def test_resumed_replicas_go_on_as_if_nothing_had_been(
     ] * 3
 
 
-def test_replica_that_the_checkpoint_does_not_know_begins_at_the_anchor() -> None:
+def test_replica_that_is_not_in_the_checkpoint_begins_at_the_anchor() -> None:
     stages, saved = saved_after(local_sgd(2, 4), 2, steps=5)
     anchors = [saved[f"{name}.anchor"] for _, name, _ in stages[0].weights]
 
@@ -242,7 +242,7 @@ def test_replica_that_the_checkpoint_does_not_know_begins_at_the_anchor() -> Non
     )
 
 
-def test_run_of_another_kind_goes_on_with_its_parameters_as_the_anchor() -> None:
+def test_run_of_another_kind_continues_with_its_parameters_as_the_anchor() -> None:
     single = alone(0, steps=2)
     moments = {
         f"{name}.{key}": torch.zeros_like(p)
@@ -271,7 +271,7 @@ def test_fragments_are_runs_of_about_the_same_size() -> None:
     assert [[name for name, _ in run] for run in fragments(named[:1], 3)] == [[], ["50"], []]
 
 
-def test_tied_weight_is_in_the_first_fragment_of_whatever_stage() -> None:
+def test_tied_weight_is_in_the_first_fragment_of_its_stage() -> None:
     named = [(str(size), nn.Parameter(torch.zeros(size))) for size in (50, 30, 20, 40, 60)]
     assert [[name for name, _ in run] for run in fragments(named, 2, tied={"60"})] == [
         ["60", "50"],

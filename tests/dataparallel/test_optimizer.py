@@ -5,8 +5,8 @@ from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 
 
-def test_optimizer_without_settings_leaves_everything_as_it_is() -> None:
-    """A replayed stage: no arithmetic, no moments, and nowhere to go ahead to."""
+def test_optimizer_without_settings_changes_nothing() -> None:
+    """A replay stage: no arithmetic, no moments, and no step to take ahead."""
     stage = Layered()
     idle = Optimizer(whole(trained(stage)), None, whole=True)
     ahead = LookAhead(idle)
@@ -18,7 +18,7 @@ def test_optimizer_without_settings_leaves_everything_as_it_is() -> None:
     assert (idle.learns, idle.num_bytes, idle.state()) == (False, 0, {})
 
 
-def test_look_ahead_is_where_the_step_goes_and_leaves_the_moments() -> None:
+def test_look_ahead_gives_the_stepped_parameters_and_keeps_the_moments() -> None:
     there, here = Layered(), Layered()
     steps, looks = (Optimizer(whole(trained(stage)), ADAM, whole=True) for stage in (there, here))
     for stage, optimizer in ((there, steps), (here, looks)):
@@ -33,7 +33,7 @@ def test_look_ahead_is_where_the_step_goes_and_leaves_the_moments() -> None:
 
 
 def test_steps_are_those_of_torch_adamw_to_the_last_bit() -> None:
-    """Also where a parameter has no gradient in a step."""
+    """Also for a parameter without a gradient in a step."""
     stage, twin = Layered(), Layered()
     named = trained(twin)
     ours = Optimizer(whole(trained(stage)), ADAM, whole=True)

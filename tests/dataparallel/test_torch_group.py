@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 
 def alone(replicas: int) -> Layered:
-    """One process that takes two steps by the mean gradient."""
+    """One process that takes two steps with the mean gradient."""
     stage = Layered()
     single = Single({0: stage}, ADAM)
     for step in range(2):
@@ -59,7 +59,7 @@ def run(replicas: int, wire: str = "none", dies: int | None = None) -> list[Laye
 
 @pytest.mark.parametrize(("wire", "apart"), [("none", 1e-5), ("bf16", 0.02)])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_group_steps_replicas_alike_by_the_mean_gradient(
+def test_group_steps_all_replicas_by_the_mean_gradient(
     replicas: int, wire: str, apart: float
 ) -> None:
     first, *others = (*run(replicas, wire), *run(replicas, wire))
@@ -71,14 +71,14 @@ def test_group_steps_replicas_alike_by_the_mean_gradient(
         torch.testing.assert_close(parameter, expected, rtol=0, atol=apart)
 
 
-def test_group_that_loses_a_replica_says_so_and_steps_no_further() -> None:
+def test_group_that_loses_a_replica_raises_and_stops() -> None:
     survivors = [result for replica, result in enumerate(run(3, dies=1)) if replica != 1]
     assert all(isinstance(error, PeerLost) for error in survivors)
     assert "the 3 replicas of stage 0" in str(survivors[0])
 
 
 class Drawing(HostStreams):
-    """Writes down on which stream the exchange runs, and what it waits for."""
+    """Records the stream of the exchange and what it waits for."""
 
     def __init__(self, late: bool) -> None:
         self.log: list[str] = []
@@ -110,7 +110,7 @@ def averaged_alone(streams: Drawing) -> None:
     group.average(torch.ones(4), 0, lambda piece: streams.log.append(f"{streams.stream}: ready"))
 
 
-def test_exchange_is_behind_its_gradients_and_compute_is_not_behind_the_exchange() -> None:
+def test_exchange_waits_for_its_gradients_and_compute_does_not_wait_for_the_exchange() -> None:
     streams = Drawing(late=False)
     averaged_alone(streams)
     assert streams.log == [
@@ -122,6 +122,6 @@ def test_exchange_is_behind_its_gradients_and_compute_is_not_behind_the_exchange
     ]
 
 
-def test_exchange_that_the_device_does_not_end_is_a_lost_group() -> None:
+def test_exchange_that_does_not_finish_on_the_device_loses_the_group() -> None:
     with pytest.raises(PeerLost, match="stage 0: the device has not reached"):
         averaged_alone(Drawing(late=True))

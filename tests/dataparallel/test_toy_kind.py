@@ -1,4 +1,4 @@
-"""A kind of somebody's own: its declaration is all that the rest of dpipe needs to know."""
+"""A user's own kind: the rest of dpipe needs nothing but its declaration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_kind_declared_in_one_file_trains_replicas(
         ({"fragments": 2}, "go with data_parallel.kind \"local-sgd\", not 'toy'"),
     ],
 )
-def test_what_a_kind_does_not_declare_is_refused(
+def test_undeclared_property_of_a_kind_is_refused(
     settings: dict[str, Any], message: str, replicated: Make
 ) -> None:
     keys = {f"data_parallel__{key}": value for key, value in settings.items()}
@@ -53,6 +53,6 @@ def test_what_a_kind_does_not_declare_is_refused(
         replicated("toy", **keys)
 
 
-def test_kind_that_nobody_declared_is_refused(replicated: Make) -> None:
+def test_undeclared_kind_is_refused(replicated: Make) -> None:
     with pytest.raises(ConfigError, match="data_parallel.kind.*'toy'"):
         replicated("toy")

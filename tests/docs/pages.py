@@ -1,4 +1,4 @@
-"""What README and the pages of docs/ say, taken apart: blocks of code, links, commands."""
+"""README and the pages of docs/ taken apart: blocks of code, links, commands."""
 
 import re
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that a block is shown as: `# my_model.py` in its first line."""
+        """The name of the file that a block shows: `# my_model.py` in its first line."""
         named = re.match(r"# ([\w.-]+\.(?:py|toml))\b", self.text)
         return named[1] if named else None
 
@@ -53,7 +53,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names by which headings are linked to, as GitHub and MyST make them."""
+    """The anchors of headings, as GitHub and MyST make them."""
     headings = _HEADING.findall(prose(page))
     plain = (re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}

@@ -1,4 +1,4 @@
-"""scripts/docs takes a warning, and a link that leads nowhere, for an error."""
+"""scripts/docs fails on a warning and on a dead link."""
 
 import shlex
 import subprocess
@@ -9,7 +9,7 @@ from pages import DOCS, ROOT
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    """`folder` built as scripts/docs builds docs/."""
+    """Build `folder` as scripts/docs builds docs/."""
     lines = (ROOT / "scripts/docs").read_text(encoding="utf-8").splitlines()
     (line,) = [line for line in lines if " -m sphinx " in line]
     options = shlex.split(line.replace('"$@"', ""))[1:-2]
@@ -30,7 +30,7 @@ WRONG = """# A page
 """
 
 
-def test_what_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
+def test_dead_link_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "index.md").write_text(WRONG, encoding="utf-8")
     result = build(tmp_path)
     assert result.returncode == 1
@@ -39,7 +39,7 @@ def test_what_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     assert "missing.py" in result.stderr
 
 
-def test_page_that_leads_somewhere_is_built_and_loads_nothing(tmp_path: Path) -> None:
+def test_page_with_valid_links_is_built_and_loads_nothing(tmp_path: Path) -> None:
     (tmp_path / "index.md").write_text("# A page\n\n[It](#a-page)\n", encoding="utf-8")
     result = build(tmp_path)
     assert result.returncode == 0, result.stderr

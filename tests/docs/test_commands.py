@@ -1,4 +1,4 @@
-"""Every command that README or a page shows exists, with the options and keys that it shows."""
+"""Every command in README and the docs exists, with its options and keys."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ def words(command: str) -> list[str]:
 
 
 def program(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Which of `COMMANDS` is meant, and its arguments; None where it is none of them."""
+    """The entry of `COMMANDS` and the arguments; None for any other program."""
     for name in make_reference.COMMANDS:
         length = len(name.split())
         if [" ".join(arguments[:length]).removeprefix("./")] == [name]:
@@ -43,7 +43,7 @@ def program(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def complaints(command: str) -> list[str]:
-    """What is wrong with a command that is shown."""
+    """The mistakes of a command in the docs."""
     name, arguments = program(words(command))
     if name is None:
         return []
@@ -82,7 +82,7 @@ def test_command_exists_with_the_options_that_are_shown(name: str) -> None:
     for command in shown(name):
         try:
             all_complaints += complaints(command)
-        except ValueError:  # inline code with one quotation mark is no command
+        except ValueError:  # inline code with a single quotation mark is not a command
             assert not command.startswith(("dpipe ", "scripts/")), command
     assert not all_complaints, all_complaints
 

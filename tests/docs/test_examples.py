@@ -26,7 +26,7 @@ PROGRAMS = [shown for shown in PYTHON if not shown.values[1].file]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working folder of somebody who types what a page shows."""
+    """The working folder of a user who follows a page."""
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -54,7 +54,7 @@ def test_model_that_is_shown_learns_the_same_in_one_stage_and_in_two(
 def test_configuration_beside_the_model_trains_it(
     page: Path, folder: Path, tiny: Make, losses: Losses
 ) -> None:
-    """As it is shown, but for a short text and a few steps."""
+    """As in the docs, but with a short text and a few steps."""
     (model,) = [block for block in blocks(page, "python") if block.file == "my_model.py"]
     (job,) = [block for block in blocks(page, "toml") if block.file == "job.toml"]
     (folder / "my_model.py").write_text(model.text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The words that the code uses are in the glossary, as the code uses them."""
+"""The glossary has the terms of the code."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every page is in the index, every link leads somewhere, every file named is there."""
+"""Every page is in the index, every link has a target, every named file exists."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_link_leads_to_a_page_and_a_heading(name: str) -> None:
     for link in links(page):
         parts = urlsplit(link)
         if parts.scheme:
-            # Nothing here reaches the network: only what an address looks like is checked.
+            # Only the form of an address is checked: tests do not use the network.
             assert parts.scheme == "https", link
             assert "." in parts.netloc, link
             continue

@@ -1,4 +1,4 @@
-"""README fits a screen or two, and says what the pages say."""
+"""README is short and agrees with the docs."""
 
 import pytest
 from pages import DOCS, README, blocks, text_of
@@ -31,7 +31,7 @@ def test_readme_draws_the_schedule_that_the_code_makes() -> None:
 
 
 def test_readme_quotes_the_table_of_the_results() -> None:
-    """As it is there, or without the column of what is predicted of the published system."""
+    """The same rows, perhaps without the column of predictions for the published system."""
     results = {tuple(cells(line)) for line in text_of(DOCS / "results.md").splitlines()}
     quoted = results | {(row[0], row[1], *row[3:]) for row in results if len(row) == 7}
     table = [cells(line) for line in text_of(README).splitlines() if line.startswith("| 0.1 ms")]

@@ -1,4 +1,4 @@
-"""The pages that are made from the code have all of it, and refuse what says nothing of itself."""
+"""The pages generated from the code are complete, and anything without a description is refused."""
 
 import click
 import make_reference

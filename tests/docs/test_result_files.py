@@ -1,4 +1,4 @@
-"""What a table of the results says is what its file says, figure by figure."""
+"""Each table of the results has the figures of its file."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ def seconds(value: object) -> str:
 
 
 def predicted(replicas: int, engine: str, schedule: str, wire: str) -> dict[str, dict[str, str]]:
-    """By network, of what scripts/table.py says with --mode sim."""
+    """By network, from scripts/table.py --mode sim."""
     with (KEPT / "sim/gpt3xl_gpipe_network.csv").open(encoding="utf-8") as lines:
         return {
             f"{row['delay_ms']} ms, {row['bandwidth_gbps']} Gbit/s": row
@@ -103,17 +103,17 @@ def pairs(rows: Iterable[Iterable[str]]) -> Counter[str]:
 
 
 def test_replicas_measured_beside_simulated() -> None:
-    said = pairs(row[1:] for row in table("Replicas, measured beside simulated"))
+    shown = pairs(row[1:] for row in table("Replicas, measured beside simulated"))
     kept = Counter(
         f"{seconds(line['predicted_s'])}, {seconds(line['measured_s'])}"
         for line in lines_of("gpt3xl_replicas")
     )
-    assert said.total() == 17
-    assert said == kept
+    assert shown.total() == 17
+    assert shown == kept
 
 
 def test_tensor_parallelism_over_a_slow_link() -> None:
-    said = {
+    shown = {
         (row[0], column): cell
         for row in table("Tensor parallelism over a slow link")
         for column, cell in enumerate(row[1:])
@@ -126,8 +126,8 @@ def test_tensor_parallelism_over_a_slow_link() -> None:
         both = [line["predicted_s"], line["measured_s"]]
         text = ", ".join(f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in both)
         kept[network, columns.index((line["tensor_parallel"], schedule))] = text
-    assert len(said) == 20
-    assert said == kept
+    assert len(shown) == 20
+    assert shown == kept
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_what_wire_formats_cost_in_loss(name: str, where: str) -> None:
     first, *others = [line["final_held_out_loss"] for line in lines_of(name)]
     kept = Counter(percent(loss, first) for loss in others)
     rows = table("What wire formats cost in loss")
-    said = Counter(row[2] for row in rows if row[0] == where)
+    shown = Counter(row[2] for row in rows if row[0] == where)
     if where == "between two replicas":
-        (not_clipped,) = kept - said  # told below the table
+        (not_clipped,) = kept - shown  # it is below the table
         assert f"Of the last, {not_clipped.removeprefix('+')}" in text_of(RESULTS)
         kept -= Counter([not_clipped])
-    assert said == kept
+    assert shown == kept
 
 
 def percent(loss: float, of: float) -> str:

@@ -1,6 +1,4 @@
-"""No figure is lost: each table of the results has its command, machine and date, and says what the
-results file says.
-"""
+"""Each table of the results has its command, machine and date, and the figures of its file."""
 
 import json
 import re
@@ -46,14 +44,14 @@ def test_result_has_its_command_machine_date_and_file(title: str) -> None:
     if "Not measured yet" in section:
         assert "| --- |" not in section
         return
-    said = fields(section)
-    assert set(said) == {"Command", "Machine", "Date", "Results"}
-    assert "`" in said["Command"]
-    assert re.search(r"2026-\d\d-\d\d", said["Date"])
-    assert "virtual machine" in said["Machine"] or said["Machine"] == "none: simulated"
-    kept = re.findall(r"`(scripts/results/[^`]+)`", said["Results"])
+    keys = fields(section)
+    assert set(keys) == {"Command", "Machine", "Date", "Results"}
+    assert "`" in keys["Command"]
+    assert re.search(r"2026-\d\d-\d\d", keys["Date"])
+    assert "virtual machine" in keys["Machine"] or keys["Machine"] == "none: simulated"
+    kept = re.findall(r"`(scripts/results/[^`]+)`", keys["Results"])
     assert all((ROOT / path).exists() for path in kept)
-    assert (title in NOT_KEPT) == said["Results"].startswith("not kept")
+    assert (title in NOT_KEPT) == keys["Results"].startswith("not kept")
     assert kept or title in NOT_KEPT
 
 
@@ -95,8 +93,8 @@ def test_table_of_the_networks_says_what_the_results_file_says() -> None:
         if cells[0]
     ]
     lines = lines_of("gpt3xl_networks")
-    said = [[round(line[key], 2) for key in ("predicted_s", "measured_s")] for line in lines]
-    assert sorted(shown) == sorted(said)
+    measured = [[round(line[key], 2) for key in ("predicted_s", "measured_s")] for line in lines]
+    assert sorted(shown) == sorted(measured)
 
 
 def test_table_of_the_lab_says_what_the_results_file_says() -> None:

@@ -16,19 +16,19 @@ def read(**changes: object) -> Ballot:
     return BALLOT.parse(json.dumps(SOUND | changes).encode(), "its ballot of step 3", 1)
 
 
-def test_sound_ballot_is_read() -> None:
+def test_valid_ballot_is_read() -> None:
     ballot = read(loss=1, report={"bubble": 0.25, "mb_per_s": {"1->0": 2.0}})
     assert (ballot.loss, ballot.norms) == (1.0, {0: 2.0, 11: 3.0})
     assert (ballot.report.bubble, ballot.report.memory_mb) == (0.25, 0.0)
 
 
-def test_what_overflowed_is_read_and_left_to_the_count() -> None:
+def test_overflowed_ballot_is_read_and_left_to_the_count() -> None:
     ballot = read(loss=float("nan"), norms={"0": float("nan"), "1": float("inf")})
     assert count(0, [ballot]).culprit == "the gradient of layer 0"
 
 
 def test_largest_gradients_that_there_are_have_a_finite_norm() -> None:
-    """The squares of 10^15 fp32 parameters, all as large as can be, in a thousand layers."""
+    """The squares of 10^15 fp32 parameters, all at the largest value, in a thousand layers."""
     square = (3.4e38) ** 2 * 1e12
     norms = {str(layer): square for layer in range(1000)}
     verdict = count(0, [read(norms=norms)])

@@ -1,4 +1,4 @@
-"""The executor on stages that only add and multiply, so that what it must compute can be written
+"""The executor on stages that only add and multiply, so that the expected results can be written
 down.
 """
 
@@ -32,9 +32,7 @@ NUMBER = TensorSpec((1,), torch.float32)
 
 @dataclass
 class Doubling:
-    """Doubles what it gets; its gradient is doubled on the way back. Notes what it was asked, in
-    order.
-    """
+    """Doubles its input, and the gradient on the way back. Records its calls in order."""
 
     last: bool = False
     calls: list[str] = field(default_factory=list)
@@ -90,7 +88,7 @@ def run_ranks(
     stages: list[Doubling],
     tied: dict[int, nn.Parameter] | None = None,
 ) -> list[StepResult | BaseException]:
-    """Every rank in a thread; what each returned or raised."""
+    """Run every rank in a thread; returns what each returned or raised."""
     hub = LocalHub(schedule.num_ranks, transfer_timeout_s=10)
     results: list[Any] = [None] * schedule.num_ranks
 
@@ -164,7 +162,7 @@ def test_evaluation_runs_forward_alone() -> None:
 
 
 def test_program_is_run_up_to_its_vote() -> None:
-    """Gradients are complete then, and nothing that lasts has changed: the caller votes and
+    """At the vote gradients are complete and nothing permanent has changed: the caller votes and
     steps.
     """
     stages = doublings(2)
@@ -252,7 +250,7 @@ def test_sent_bytes_are_counted_by_peer() -> None:
     assert sent == [{1: 4 * M}, {0: 4 * M}]
 
 
-def test_failure_of_what_the_caller_does_breaks_the_links_off() -> None:
+def test_failure_of_the_caller_closes_the_links() -> None:
     failed: list[Exception] = []
     transport = LocalHub(1).transport(0)
     transport.fail = failed.append  # type: ignore[method-assign]
@@ -266,7 +264,7 @@ def test_failure_of_what_the_caller_does_breaks_the_links_off() -> None:
 
 
 class Lingering:
-    """A link whose messages leave when somebody waits for them, or at the third look."""
+    """A link whose messages leave when somebody waits for them, or at the third poll."""
 
     rank = 1
 
@@ -329,7 +327,7 @@ class Agreeing(Single):
         ),
     ],
 )
-def test_exchange_begins_when_what_was_sent_before_has_left(
+def test_exchange_begins_when_earlier_sends_have_left(
     schedule: Schedule, stages: tuple[int, ...], expected: list[str]
 ) -> None:
     log: list[str] = []

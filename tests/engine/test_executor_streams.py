@@ -1,6 +1,4 @@
-"""What the executor queues on which stream, and that on a GPU it never waits for the device before
-STEP.
-"""
+"""Which streams the executor uses; on a GPU it never waits for the device before STEP."""
 
 from contextlib import contextmanager
 
@@ -26,7 +24,7 @@ NUMBER = TensorSpec((1,), torch.float32)
 
 
 class Drawing(HostStreams):
-    """Writes down what is queued where; marks are named after what is before them."""
+    """Records what is queued on which stream; marks are named after what precedes them."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

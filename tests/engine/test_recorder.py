@@ -16,7 +16,7 @@ def test_parts_are_added_up_by_name_and_taken_once() -> None:
     assert recorder.take_parts() == {}
 
 
-def test_part_that_raises_is_timed_too() -> None:
+def test_part_that_raises_is_also_timed() -> None:
     recorder = Recorder(0)
     with pytest.raises(ValueError, match="out of luck"), recorder.part("a"):
         raise ValueError("out of luck")

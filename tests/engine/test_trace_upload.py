@@ -1,4 +1,4 @@
-"""How much of its trace a rank uploads."""
+"""The part of its trace that a rank uploads."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from dpipe.report.trace import StepSpans, dump_steps, load_steps
 def test_trace_that_is_too_large_keeps_the_last_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fitting: int, kept: list[int]
 ) -> None:
-    """Not the end of a run that has succeeded."""
+    """Instead of failing a run that has succeeded."""
     steps = [StepSpans(step, ()) for step in range(4)]
     monkeypatch.setitem(UPLOADS, "trace", len(dump_steps(steps[:fitting])))
     taken: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The loop of a whole run in this process."""
+"""The training loop of a whole run in this process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from dpipe.timeline.span import Lane, Timeline
 
 
 def parts_of(timeline: Timeline) -> set[tuple[int, Lane, str]]:
-    """What each rank does, whatever it waits for meanwhile."""
+    """The actions of each rank, without its waits."""
     spans = [span for span in timeline.spans if span.lane is not Lane.WAIT]
     return {(span.rank, span.lane, str(span.action)) for span in spans}
 

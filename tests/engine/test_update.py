@@ -31,7 +31,7 @@ class OneLayer:
 
 
 class Heard:
-    """A gather of one rank, which remembers what was said."""
+    """A gather of one rank that records the payloads."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def test_learning_rate_warms_up_and_decays(decay: str, expected: list[float]) ->
     )
 
 
-def test_norm_is_added_in_layer_order_whatever_the_cut() -> None:
+def test_norm_is_summed_in_layer_order_for_any_split() -> None:
     squares = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.7}
     whole = count(0, [ballot(1.0, squares)])
     cut = count(0, [ballot(None, {0: 0.1, 3: 0.7}), ballot(1.0, {1: 0.2, 2: 0.3})])
@@ -108,7 +108,7 @@ def test_verdict_names_the_layer_whose_average_overflowed() -> None:
     assert verdict.culprit == "the gradient of layer 1"
 
 
-def test_verdict_adds_what_replicas_say_of_one_layer_and_takes_the_mean_loss() -> None:
+def test_verdict_sums_the_replicas_norms_of_a_layer_and_averages_the_loss() -> None:
     here = ParallelRanks(rank=2, pp_size=2, dp_size=2)
     ballots = [
         ballot(None, {0: 1.0}),
@@ -175,15 +175,15 @@ def test_loss_scale_halves_and_the_step_is_skipped_on_overflow() -> None:
 def test_loss_scale_goes_on_in_the_precision_that_it_is_of(
     before: str, after: str, goes_on_at: float | None
 ) -> None:
-    told, taken = LossScale(before == "fp16"), LossScale(after == "fp16")
-    if told.dynamic:
-        told.value, told.good_steps = 8.0, 5
-    began = taken.value
-    taken.restore(told.state())
-    assert taken.value == (goes_on_at or began)
+    saved, restored = LossScale(before == "fp16"), LossScale(after == "fp16")
+    if saved.dynamic:
+        saved.value, saved.good_steps = 8.0, 5
+    began = restored.value
+    restored.restore(saved.state())
+    assert restored.value == (goes_on_at or began)
 
 
-def test_loss_scale_is_taken_out_of_the_gradient() -> None:
+def test_gradient_is_unscaled() -> None:
     moved = []
     for precision in ("fp32", "fp16"):
         stage = OneLayer()
@@ -212,7 +212,7 @@ def test_state_restores_to_the_same_next_step() -> None:
     assert torch.equal(stage.weight, other.weight)
 
 
-def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
+def test_loss_of_a_tensor_parallel_group_counts_once() -> None:
     here, heard = ParallelRanks(rank=1, tp_size=2), Heard()
     stage = OneLayer()
     update = Update(

@@ -1,4 +1,4 @@
-"""`BrokenPath`: a proxy on loopback that does to connections what networks do to them."""
+"""`BrokenPath`: a proxy on loopback that breaks connections as networks do."""
 
 import math
 import random
@@ -21,7 +21,7 @@ class BrokenPath:
         self.num_connections = 0
         self.num_resets = 0
         self.delay_s = 0.0
-        self.mtu: int | None = None  # packets of more are lost without a word
+        self.mtu: int | None = None  # larger packets are dropped silently
         self._port = port
         self._reset_after = reset_after
         self._random = random.Random(seed)
@@ -52,7 +52,7 @@ class BrokenPath:
             thread.join()
 
     def cut(self) -> None:
-        """From now on nothing passes, and connections that are dialled do not open."""
+        """From now on nothing passes, and new connections do not open."""
         self._open.clear()
 
     def restore(self) -> None:
@@ -64,7 +64,7 @@ class BrokenPath:
             pair.reset()
 
     def swallow(self) -> None:
-        """Acknowledge all bytes of the present connections, and let none arrive."""
+        """Acknowledge all bytes of the open connections, and deliver none."""
         for pair in tuple(self._pairs):
             pair.swallowed = True
 

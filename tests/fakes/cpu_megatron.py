@@ -1,5 +1,5 @@
-"""megatron-core itself as an engine on a CPU: its own layers ask for CUDA by name, and are given
-what is here instead.
+"""The real megatron-core as an engine on a CPU: what its layers use of CUDA is replaced by
+stand-ins.
 
 Without dropout: its generators are left out. An engine as `dpipe.baselines.megatron` is one.
 """

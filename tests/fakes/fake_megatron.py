@@ -203,7 +203,7 @@ class DistributedDataParallelConfig:
 
 
 class DistributedDataParallel(nn.Module):
-    """Adds gradients up where the optimizer finds them; they stay until they are told to go."""
+    """Sums gradients where the optimizer reads them; they stay until `zero_grad_buffer`."""
 
     def __init__(
         self,
@@ -239,17 +239,17 @@ def forward_backward_no_pipelining(
     micro_batch_size: int,
     forward_only: bool,
 ) -> list[dict[str, torch.Tensor]]:
-    told, config = [], model.config
+    losses_reduced, config = [], model.config
     for _ in range(num_microbatches):
         output, loss_func = forward_step_func(data_iterator, model)
         losses = output[0] if isinstance(output, tuple) else output
         assert losses.shape == (micro_batch_size, seq_length)
         loss, reduced = loss_func(output)
         loss /= num_microbatches
-        told.append(reduced)
+        losses_reduced.append(reduced)
         config.grad_scale_func(loss).backward()
     config.finalize_model_grads_func([model])
-    return told
+    return losses_reduced
 
 
 @dataclass

@@ -46,6 +46,13 @@ def test_network_has_the_links_of_machines_by_rank() -> None:
     network.check(3)
 
 
+def test_default_link_stays_the_default() -> None:
+    cluster = Cluster((Machine("a"), Machine("b")), default_link=Link(1, 2))
+    network = network_of(cluster, ("a", "b"))
+    assert network.default == Link(1, 2)
+    assert network.links == {}
+
+
 def test_rates_are_those_of_the_interface() -> None:
     network = network_of(CLUSTER, SEATS)
     assert [network.egress_gbps(rank) for rank in range(3)] == [2, 0.5, 2]

@@ -1,6 +1,4 @@
-"""What is counted for each kind against the tensors that its objects hold while a step is
-computed.
-"""
+"""The predicted memory of each kind beside the tensors that its objects hold during a step."""
 
 import gc
 import threading
@@ -86,7 +84,9 @@ def a_step(kind: DataParallel, stage: OneMatrix, step: int) -> None:
 
 
 def reachable(top: object, *, but: OneMatrix | None = None) -> int:
-    """Bytes of the tensors that `top` leads to; other replicas' lie behind the links."""
+    """Bytes of the tensors that are reachable from `top`; those of other replicas are behind the
+    links.
+    """
     storages, seen = dict[int, int](), set[int]()
     found: list[object] = [top]
     while found:
@@ -123,7 +123,7 @@ def reachable(top: object, *, but: OneMatrix | None = None) -> int:
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_kind_holds_what_is_counted(settings: dict[str, Any]) -> None:
+def test_kind_uses_the_predicted_memory(settings: dict[str, Any]) -> None:
     """With a delay a gradient may be on its way into its row, or there already; a shard's own comes
     later.
     """
@@ -136,7 +136,7 @@ def test_kind_holds_what_is_counted(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wire", ["none", "bf16"])
-def test_server_holds_what_is_counted(wire: str) -> None:
+def test_server_uses_the_predicted_memory(wire: str) -> None:
     config = configured("parameter-server", wire=wire)
     on_server = exchange_bytes(config, [BYTES], (0,))[0] - exchange_bytes(config, [BYTES], ())[0]
     row = FlatSpec(
@@ -161,7 +161,7 @@ def test_worker_of_a_server_keeps_no_moments() -> None:
     assert rank.exchange == 2 * rank.parameters
 
 
-def test_server_is_counted_on_the_rank_that_it_lives_in() -> None:
+def test_server_is_counted_on_its_rank() -> None:
     config = configured("parameter-server").with_(pipeline__stages=2)
     first, second = forecast(config).memory
     assert first.exchange == 2 * first.parameters + 7 * (first.parameters + second.parameters)

@@ -1,5 +1,5 @@
-"""Predicted memory beside what a GPU's allocator would have given, counted on the stand-in: a real
-one rounds more.
+"""Predicted memory beside the allocations of a GPU, counted on the stand-in: a real allocator
+rounds more.
 """
 
 import gc
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.stand_in
 @pytest.mark.parametrize("way", WAYS)
-def test_gpus_hold_what_is_predicted(
+def test_gpus_use_the_predicted_memory(
     way: str, tiny: Make, losses: Callable[..., Any], tmp_path: Path
 ) -> None:
     """NCCL's receives are posted early, and have memory from then on: 2 % here."""
@@ -48,7 +48,7 @@ def test_gpus_hold_what_is_predicted(
     predicted = [
         rank.total for rank in draft(config).forecast.memory
     ] * config.data_parallel.replicas
-    gc.collect()  # what other tests have left
+    gc.collect()  # left over from other tests
     before = [torch.cuda.memory_allocated(rank) for rank in range(config.world_size)]
     for rank in range(config.world_size):
         torch.cuda.reset_peak_memory_stats(rank)

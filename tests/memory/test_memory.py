@@ -73,9 +73,7 @@ def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: 
 
 @contextmanager
 def stored(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters are made in `dtype`, and stay: those of fake tensors cannot be turned to
-    another.
-    """
+    """Parameters are made in `dtype`, because fake tensors cannot be converted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "to", lambda module, dtype: module)
         torch.set_default_dtype(dtype)
@@ -86,7 +84,7 @@ def stored(dtype: torch.dtype) -> Iterator[None]:
 
 
 class OneOf:
-    """The first rank of a tensor-parallel group, as to sizes: the others have what it has."""
+    """The first rank of a tensor-parallel group; the others have the same sizes."""
 
     rank = 0
 
@@ -246,7 +244,8 @@ def test_ranks_of_first_middle_and_last_stage_are_predicted(case: str, bert: boo
     agree(generate("1f1b", 3, 3), sizes, recompute, within=0.02)
 
 
-# What a thousand ranks of one size did not show: each was more than 2 % off. Schedule, rank, shape.
+# Each of these was more than 2 % off, and a thousand ranks of one size did not show it. Schedule,
+# rank, shape.
 SHAPES = """
     zero-bubble  1   2 512 512 8 4 2048     selective  fp32  4-ranks  bert
     zero-bubble  0   2 512 512 8 1 2048     selective  bf16  2-ranks  dropout   bert
@@ -261,7 +260,7 @@ SHAPES = """
 
 
 @pytest.mark.parametrize("case", SHAPES.strip().splitlines())
-def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
+def test_shapes_with_other_peak_moments_are_predicted(case: str) -> None:
     name, rank, *numbers = case.split()[:8]
     recompute, precision, ranks, *more = case.split()[8:]
     sizes = sizes_of(map(int, numbers), precision, ranks, more)
@@ -272,9 +271,9 @@ def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
     )
 
 
-def test_layer_is_done_with_before_the_next_is_made_again() -> None:
-    """What the last layer had made again was held while the one before it was: a tenth too much, of
-    four ranks each.
+def test_recomputed_layer_is_freed_before_the_next_is_recomputed() -> None:
+    """The recomputed activations of a layer were still counted during the layer before it: a tenth
+    too much.
     """
     schedule, sizes = generate("1f1b", 3, 2), TransformerSizes(2, 512, 128, 8, 4, 1024, ranks=4)
     theirs = peak_by_torch(schedule, 1, sizes, "full")

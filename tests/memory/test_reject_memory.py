@@ -1,4 +1,4 @@
-"""What leaving a replica out costs in memory: a gradient beside the mean, on a GPU alone."""
+"""The memory of leaving a replica out: a gradient beside the mean, only on a GPU."""
 
 import pytest
 

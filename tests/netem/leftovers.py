@@ -1,4 +1,4 @@
-"""What a lab must not leave behind."""
+"""What a lab must not leave."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Labs for real: namespaces, a router with sch_netem, the kernel's TCP. About a minute, as root."""
+"""Real labs: namespaces, a router with sch_netem, the kernel's TCP. About a minute, as root."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from netem.lab import Lab
 from netem.probe import TOLERANCE
 from netem.shell import NetemError
 
-pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible")]
+pytestmark = [pytest.mark.alone, pytest.mark.lab, pytest.mark.usefixtures("possible")]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME, OTHER = f"t{os.getpid()}", f"u{os.getpid()}"
@@ -100,7 +100,7 @@ def warned(lab: Lab, path: Path) -> bool:
 
 
 def test_links_that_differ_are_each_measured_as_in_the_profile(lab, profile):
-    far, near = Link(20, 0.04), Link(40, 0.03)  # so slow that a busy router carries them
+    far, near = Link(20, 0.04), Link(40, 0.03)  # slow enough for a busy router
     blocks = text(far, "[[link]]\nfrom = 0\nto = 1") + text(near, "[[link]]\nfrom = 0\nto = 2")
     labs.set_profile(lab, profile(text(Link(5, 0.02)) + blocks))
     for target, link in ((1, far), (2, near)):
@@ -120,6 +120,22 @@ def test_links_of_a_host_share_its_egress(lab, profile):
     links = {(lab.hosts[0], lab.hosts[1]): fast, (lab.hosts[0], lab.hosts[2]): slow}
     observed = measure.observe_together(links, seconds=1.0)
     assert sum(link.bandwidth_gbps for link in observed.values()) < 0.4 * 1.1
+
+
+def test_those_who_send_to_a_host_share_its_ingress(lab, profile):
+    machines = text(Link(5, 0.4), "[default_link]")
+    for name in "abc":
+        machines += f'[[machine]]\nname = "{name}"\n'
+    machines = machines.replace('name = "a"', 'name = "a"\ningress_gbps = 0.3')
+    labs.set_profile(lab, profile(machines))
+    link = Link(5, 0.4)
+    links = {(lab.hosts[1], lab.hosts[0]): link, (lab.hosts[2], lab.hosts[0]): link}
+    observed = measure.observe_together(links, seconds=1.0)
+    together_gbps = sum(link.bandwidth_gbps for link in observed.values())
+    assert 0.3 * 0.7 < together_gbps < 0.3 * 1.15
+    labs.set_profile(lab, profile(text(link)))  # which takes the last hop's shaping away
+    alone = measure.observe_together({(lab.hosts[1], lab.hosts[0]): link}, seconds=1.0)
+    assert sum(link.bandwidth_gbps for link in alone.values()) > 0.3 * 1.1
 
 
 def test_jitter_and_loss_are_measured_as_in_the_profile(lab, profile):

@@ -1,4 +1,4 @@
-"""What is run on a device, and what is left on it, with a `tc` of our own. On real devices:
+"""The commands that are run on a device, and its final state, with a fake `tc`. Real devices are in
 test_lab.
 """
 
@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from dpipe.network.link import Link, Network
+from dpipe.errors import ProfileError
+from dpipe.network.link import Interface, Link, Network
 from netem import shell
 from netem.apply import applied, apply, clear
 from netem.shell import NetemError
@@ -95,3 +96,10 @@ def test_error_in_the_block_undoes_the_shaping(kernel):
     with pytest.raises(ZeroDivisionError), applied(SLOW, 0, "lo"):
         raise ZeroDivisionError
     assert kernel.root == "{}"
+
+
+def test_ingress_changes_nothing_where_it_is_refused(kernel):
+    network = Network("n", Link(1, 1), interfaces=(Interface((0,), ingress_gbps=1),))
+    with pytest.raises(ProfileError, match="node 0 of network 'n' has ingress_gbps"):
+        apply(network, 0, "lo")
+    assert kernel.ran == []

@@ -69,3 +69,25 @@ def test_commands_run_as_a_module():
     assert all(
         command in done.stdout for command in ("show", "apply", "clear", "verify", "answer", "lab")
     )
+
+
+MACHINES = """
+[default_link]
+delay_ms = 50
+bandwidth_gbps = 0.956
+[[machine]]
+name = "a"
+[[machine]]
+name = "b"
+ingress_gbps = 0.5
+"""
+
+
+def test_machines_are_taken_where_a_profile_is(profile):
+    """A message's 0.956 Gbit/s take an interface of 1."""
+    arguments = ["--device", "eth0", "--node"]
+    shown = invoke("show", profile(MACHINES), *arguments, "0")
+    assert "netem limit 12495 delay 50ms rate 0.999575gbit" in shown.output
+    refused = invoke("show", profile(MACHINES), *arguments, "1")
+    assert refused.exit_code == 2
+    assert "node 1 of network 'profile' has ingress_gbps" in refused.stderr

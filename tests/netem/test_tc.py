@@ -1,10 +1,10 @@
-"""Profiles in, tc commands out: no test runs them."""
+"""The tc commands of profiles; no test runs them."""
 
 import pytest
 
 from dpipe.errors import ProfileError
-from dpipe.network.link import Link, Network
-from netem.tc import egress_commands, limit_packets, netem
+from dpipe.network.link import Interface, Link, Network
+from netem.tc import egress_commands, ingress_commands, limit_packets, netem, refuse_ingress
 
 ADDRESSES = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
@@ -104,3 +104,44 @@ def test_name_for_an_address_is_refused():
     network = Network(default=Link(5, 2), links={(0, 1): Link(50, 1)})
     with pytest.raises(ProfileError, match="'alpha' is not an IP address"):
         lines(network, 0, ["10.0.0.1", "alpha", "10.0.0.3"])
+
+
+def test_slow_interface_bounds_the_one_link_of_all_peers():
+    network = Network(default=Link(50, 1), interfaces=(Interface((0,), 0.25),))
+    assert lines(network, 0) == [
+        "tc qdisc add dev eth0 root handle d1be: netem limit 3125 delay 50ms rate 0.25gbit"
+    ]
+
+
+def test_interface_with_room_for_several_links_has_a_class_for_each():
+    network = Network(default=Link(50, 1), interfaces=(Interface((0,), 2),))
+    commands = lines(network, 0, ADDRESSES)
+    assert "classid d1be:1 htb rate 2gbit ceil 2gbit" in commands[1]
+    leaves = [line.split("parent ")[1] for line in commands if "netem" in line]
+    queue = "netem limit 12500 delay 50ms rate 1gbit"
+    assert leaves == [f"d1be:f {queue}", f"d1be:11 {queue}", f"d1be:12 {queue}"]
+    with pytest.raises(ProfileError, match="tc tells peers apart by address"):
+        lines(network, 0)
+
+
+def test_interface_of_several_nodes_is_refused():
+    network = Network("n", Link(1, 1), interfaces=(Interface((0, 2), machine="a"),))
+    with pytest.raises(ProfileError, match="machine 'a' is nodes 0, 2 of network 'n'; tc shapes"):
+        lines(network, 0)
+
+
+def test_ingress_is_one_queue_on_the_last_hop():
+    """With room for a round trip of the longest link that leads there."""
+    links = {(1, 0): Link(10, 1), (2, 0): Link(50, 1)}
+    network = Network("n", Link(1, 1), links, interfaces=(Interface((0,), ingress_gbps=0.5),))
+    assert [" ".join(command) for command in ingress_commands(network, 0, "port0")] == [
+        "tc qdisc add dev port0 root handle d1be: netem limit 6250 rate 0.5gbit"
+    ]
+    assert ingress_commands(network, 1, "port1") == []
+
+
+def test_ingress_of_a_host_of_ones_own_is_refused():
+    network = Network("n", Link(1, 1), interfaces=(Interface((0,), ingress_gbps=0.5),))
+    refuse_ingress(network, 1)
+    with pytest.raises(ProfileError, match="node 0 of network 'n' has ingress_gbps, and tc on its"):
+        refuse_ingress(network, 0)

@@ -94,7 +94,7 @@ def test_connections_multiply_the_window_up_to_the_bandwidth(load):
     assert network.over(50).rate_gbps(0, 1) == 1
 
 
-def test_window_is_no_limit_without_delay_or_where_it_is_not_stated():
+def test_window_is_no_limit_without_delay_or_if_not_given():
     assert Link(0, 1, window_bytes=1).rate_gbps() == Link(50, 1).rate_gbps() == 1
 
 
@@ -107,39 +107,39 @@ def sent(egress):
 def test_egress_sends_the_messages_of_a_link_one_after_another():
     egress = Egress(Network(default=Link(50, 1)), 0)
     for item in "ab":
-        egress.offer(1, item, 125 * 10, 0)
+        egress.offer(0, 1, item, 125 * 10, 0)
     assert list(sent(egress)) == ["a to 1 0-10", "b to 1 10-20"]
 
 
 def test_egress_serves_the_links_of_a_network_in_order_of_arrival():
-    """As the lab's links do: a message is in the queue as a whole before the next one comes."""
+    """Like the lab's links: a whole message is in the queue before the next one."""
     egress = Egress(Network(default=Link(50, 1)), 0)
-    egress.offer(1, "a", 125 * 20, 0)
-    egress.offer(2, "b", 125 * 10, 10)
-    egress.offer(1, "c", 125 * 10, 11)
-    egress.offer(2, "d", 125 * 10, 12)
+    egress.offer(0, 1, "a", 125 * 20, 0)
+    egress.offer(0, 2, "b", 125 * 10, 10)
+    egress.offer(0, 1, "c", 125 * 10, 11)
+    egress.offer(0, 2, "d", 125 * 10, 12)
     assert list(sent(egress)) == ["a to 1 0-20", "b to 2 20-30", "c to 1 30-40", "d to 2 40-50"]
 
 
 def test_egress_is_shared_fairly_by_links_that_are_shaped_apart():
     egress = Egress(Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(40, 1)}), 0)
-    egress.offer(1, "a", 125 * 20, 0)
-    egress.offer(2, "b", 125 * 10, 10)
-    # From 10 on each has half: both have 10 us' worth left.
+    egress.offer(0, 1, "a", 125 * 20, 0)
+    egress.offer(0, 2, "b", 125 * 10, 10)
+    # From 10 on each gets half: both have 10 us of sending left.
     assert list(sent(egress)) == ["a to 1 0-30", "b to 2 10-30"]
 
 
 def test_egress_gives_what_a_slow_link_leaves_to_the_others():
     egress = Egress(Network(default=Link(0, 1), links={(0, 2): Link(0, 0.25)}), 0)
-    egress.offer(1, "fast", 125 * 30, 0)
-    egress.offer(2, "slow", 125 * 30, 0)
+    egress.offer(0, 1, "fast", 125 * 30, 0)
+    egress.offer(0, 2, "slow", 125 * 30, 0)
     assert list(sent(egress)) == ["fast to 1 0-40", "slow to 2 0-120"]
 
 
 def test_egress_leaves_capacity_that_a_window_does_not_use():
     egress = Egress(Network(default=Link(10, 1, window_bytes=0.5e6)), 0)  # 0.2 Gbit/s a connection
     for target in (1, 2, 3):
-        egress.offer(target, target, 125 * 10, 0)
+        egress.offer(0, target, target, 125 * 10, 0)
     assert [line.split()[-1] for line in sent(egress)] == ["0-50"] * 3
 
 
@@ -202,7 +202,7 @@ def test_network_without_a_profile_is_loopback():
         (b"\xff", "invalid start byte"),
     ],
 )
-def test_profile_refuses_what_it_cannot_mean(load, text, message):
+def test_invalid_profile_is_refused(load, text, message):
     with pytest.raises(ProfileError, match=message) as raised:
         load(text)
     assert "profile.toml" in str(raised.value)
@@ -243,13 +243,13 @@ def test_connections_of_a_link_hold_what_is_under_way(link: Link, connections: i
     assert link.connections == connections
 
 
-def test_network_is_filled_by_what_its_longest_and_fattest_link_needs() -> None:
+def test_connections_of_a_network_fill_its_most_demanding_link() -> None:
     links = {(0, 1): Link(50, 1), (1, 0): Link(10, 1)}
     assert Network("n", Link(1, 1), links).over_enough().connections == 6
     assert Network("n", None, {}).over_enough().connections == 1
 
 
-def test_payload_gets_what_the_headers_of_full_frames_leave() -> None:
+def test_payload_excludes_the_headers_of_full_frames() -> None:
     seen = Network("n", Link(5, 1), {(0, 1): Link(50, 2, window_bytes=1e6)}).for_payload()
     assert seen.link(1, 0) == Link(5, 1448 / 1514)
     assert seen.link(0, 1) == Link(50, 2 * 1448 / 1514, window_bytes=1e6)

@@ -1,4 +1,4 @@
-"""What lies where in a stage's flat vector."""
+"""The layout of a stage's flat vector."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_pieces_of_a_chunk_say_which_parameter_lies_where() -> None:
     assert list(SPEC.pieces(SPEC.chunk(1))) == [(0, slice(4, 5)), (1, slice(5, 8))]
 
 
-def test_position_is_named_by_its_parameter() -> None:
+def test_position_is_described_by_its_parameter() -> None:
     assert [SPEC.name_at(position) for position in (0, 4, 5, 8)] == ["layers.0.a"] * 2 + [
         "layers.1.b"
     ] * 2
@@ -56,7 +56,7 @@ def test_difference_names_the_first_thing_that_differs(other: FlatSpec, words: s
 @pytest.mark.parametrize(
     ("wire", "staleness", "lossy"), [("none", 0, False), ("int8", 0, True), ("int8", 1, False)]
 )
-def test_parameters_go_out_rounded_only_to_workers_that_get_every_version(
+def test_parameters_are_rounded_only_for_workers_that_get_every_version(
     wire: str, staleness: int, lossy: bool
 ) -> None:
     assert StepRule((0, 1), 0.1, (0.9, 0.95), wire, staleness).lossy_parameters == lossy

@@ -1,4 +1,4 @@
-"""However pieces arrive, their mean is the one of replica order."""
+"""The mean is summed in replica order, in whatever order chunks arrive."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ PIECES = [(replica, chunk) for replica in range(REPLICAS) for chunk in range(SPE
 
 
 def gradients() -> list[torch.Tensor]:
-    """Of such different sizes that another order of adding gives other bits."""
+    """Their magnitudes differ so much that another order of summation gives other bits."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(SPEC.length, generator=draw) * scale for scale in (1e4, 1.0, -1e4)]
 
@@ -35,7 +35,7 @@ def filled(order: list[tuple[int, int]]) -> GradientSum:
     return gradient
 
 
-def test_another_order_of_adding_would_show() -> None:
+def test_another_order_of_summation_would_be_detected() -> None:
     first, second, third = gradients()
     assert not torch.equal((third + first + second) / REPLICAS, in_order())
 
@@ -58,7 +58,7 @@ def test_chunk_is_final_only_when_every_replica_has_pushed_it(missing: tuple[int
     assert not gradient.final
 
 
-def test_gradient_with_a_given_average_takes_no_more_chunks() -> None:
+def test_gradient_whose_average_was_read_takes_no_more_chunks() -> None:
     gradient = filled([])
     gradient.set_average(torch.ones(SPEC.length))
     gradient.add(0, 0, SPEC.chunk(0), torch.zeros(4))
@@ -78,7 +78,7 @@ def test_piece_that_does_not_fit_is_refused(replica: int, chunk: int, size: int)
 
 
 def test_mean_so_far_is_of_the_pieces_that_are_in() -> None:
-    """Early ones and those that were added alike, and all of them once the chunk is final."""
+    """Both waiting and summed pieces count, and all of them once the chunk is final."""
     here, pushed, order = SPEC.chunk(1), gradients(), (2, 0, 1)
     for count in (1, 2, 3):
         gradient = filled([(replica, 1) for replica in order[:count]])

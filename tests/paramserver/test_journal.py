@@ -1,4 +1,4 @@
-"""A parameter server that is killed between any two writes goes on from the last committed step."""
+"""A parameter server that is killed between any two writes resumes the last committed step."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,7 +160,7 @@ def two_steps_on(state: StageState) -> tuple[StepDecision, torch.Tensor]:
 def test_step_without_room_is_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Started again, the server goes on behind the last step that it kept."""
+    """When it is started again, the server continues after the last step on disk."""
     state, kept, snapshots = begun(tmp_path)
     step(state, kept)
 

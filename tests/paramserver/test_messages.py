@@ -1,4 +1,4 @@
-"""What a line carries, and what it refuses."""
+"""The messages of a parameter server: what they carry and what is refused."""
 
 import pytest
 import torch
@@ -25,20 +25,20 @@ SPEC = FlatSpec(
 RULE = StepRule((0, 4), 0.1, (0.9, 0.95), "int8", 0)
 
 
-def test_piece_comes_out_as_it_went_in() -> None:
+def test_chunk_survives_the_wire() -> None:
     values = torch.arange(5.0)
     head, body = parse(piece(Piece(chunk=3, whole=True), values))
     assert (head.chunk, head.whole) == (3, True)
     assert torch.equal(tensor_of(body, TensorSpec.of(values), "chunk 3"), values)
 
 
-def test_rows_come_out_as_they_went_in() -> None:
+def test_vectors_survive_the_wire() -> None:
     vectors = {"values": torch.randn(33), "exp_avg": torch.randn(33)}
     again = vectors_from(SPEC, pieces_of(SPEC, vectors))
     assert all(torch.equal(vectors[name], again[name]) for name in vectors)
 
 
-def test_row_and_rule_come_out_as_they_went_in() -> None:
+def test_spec_and_rule_survive_the_wire() -> None:
     assert spec_and_rule(attendance(SPEC, RULE, 3, again=False)) == (SPEC, RULE)
 
 
@@ -83,7 +83,7 @@ def test_rows_that_end_too_early_are_refused() -> None:
         Attendance(row="9" * 10_000, rule="{}"),
     ],
 )
-def test_text_that_describes_no_stage_is_refused(message: Attendance) -> None:
+def test_invalid_description_of_a_stage_is_refused(message: Attendance) -> None:
     with pytest.raises(TransferError, match="description of its stage cannot be read"):
         spec_and_rule(message)
 

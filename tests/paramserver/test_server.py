@@ -1,4 +1,4 @@
-"""The server over real gRPC: who is taken in, what is refused, and what survives."""
+"""The server over real gRPC: which workers may join, what is refused, and what survives."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -134,7 +134,7 @@ def test_worker_that_dies_in_a_push_leaves_the_server_as_it_was(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_worker_that_waits_too_long_is_told_for_whom(connect: Connect) -> None:
+def test_worker_that_waits_too_long_learns_for_whom(connect: Connect) -> None:
     survivor, _ = opened(connect, timeout_s=2.5)
     survivor.push(0, outbox(0))
     with pytest.raises(TransferTimeout, match="nothing, or not all, has come from rank 1"):
@@ -203,14 +203,14 @@ def test_vectors_that_do_not_belong_are_refused(connect: Connect) -> None:
         connect(0).open(0, 0, lambda: {"values": torch.zeros(SPEC.length)})
 
 
-def test_vectors_of_somebody_who_has_not_attended_are_refused(connect: Connect) -> None:
+def test_vectors_of_a_worker_that_has_not_joined_are_refused(connect: Connect) -> None:
     client = connect(0)
     client._connect()
     with pytest.raises(TransferError, match="has not attended"):
         client._load(vectors())
 
 
-def test_new_run_takes_over_and_the_old_one_is_told(
+def test_new_run_takes_over_and_the_old_one_is_notified(
     serving: ParameterServer, connect: Connect
 ) -> None:
     old, _ = opened(connect)
@@ -237,7 +237,7 @@ def test_parts_of_a_stage_are_kept_apart(serving: ParameterServer, connect: Conn
 def test_server_does_not_wait_for_what_an_older_run_left_behind(
     serving: ParameterServer, connect: Connect
 ) -> None:
-    """One of more stages: the new run has no use for those that it does not take over."""
+    """The older run had more stages, which the new run does not take over."""
     old = connect(0, stage=1)
     old.open(0, 0, vectors)
     clients = opened(connect, session="run 2")
@@ -248,10 +248,10 @@ def test_server_does_not_wait_for_what_an_older_run_left_behind(
     assert serving.standing == {0: 0}
 
 
-def test_run_that_has_only_looked_is_not_waited_for(
+def test_run_that_took_no_step_is_not_waited_for(
     serving: ParameterServer, connect: Connect
 ) -> None:
-    """It may have ended before its first step."""
+    """Such a run may have ended before its first step."""
     clients = opened(connect)
     reach(ServerAccess(f"127.0.0.1:{serving.port}", "run 2", 0, 0))
     for client in clients:
@@ -268,7 +268,7 @@ def test_new_run_takes_all_parts_of_a_stage(serving: ParameterServer, connect: C
         old.push(0, outbox(0))
 
 
-def test_run_that_waits_when_another_takes_over_is_told(connect: Connect) -> None:
+def test_waiting_run_is_notified_when_another_takes_over(connect: Connect) -> None:
     old, _ = opened(connect)
     old.push(0, outbox(0))
     taking = threading.Timer(0.5, lambda: connect(0, session="run 2").open(0, 0, vectors))
@@ -284,7 +284,7 @@ def test_other_version_is_refused(connect: Connect, monkeypatch: pytest.MonkeyPa
         connect(0).open(0, 0, vectors)
 
 
-def test_server_that_never_was_is_named_with_what_to_do(serving: ParameterServer) -> None:
+def test_missing_server_is_named_with_a_remedy(serving: ParameterServer) -> None:
     serving.close()
     with pytest.raises(
         JoinError, match=rf"no parameter server at 127\.0\.0\.1:{serving.port} .*`dpipe serve`"
@@ -292,7 +292,7 @@ def test_server_that_never_was_is_named_with_what_to_do(serving: ParameterServer
         reach(ServerAccess(f"127.0.0.1:{serving.port}", "run 1", 0, 0, connect_s=0.2))
 
 
-def test_server_that_stays_away_is_named_with_what_to_do(
+def test_server_that_does_not_come_back_is_named_with_a_remedy(
     serving: ParameterServer, connect: Connect
 ) -> None:
     client, _ = opened(connect, timeout_s=1.0)
@@ -318,7 +318,7 @@ def test_chunk_out_of_turn_is_refused(connect: Connect, monkeypatch: pytest.Monk
 def test_failed_journal_ends_the_run_with_its_reason(
     connect: Connect, serving: ParameterServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line: the log had two tracebacks of it."""
+    """In one line, without a traceback."""
     clients = opened(connect)
 
     class Full:
@@ -338,7 +338,7 @@ def test_failed_journal_ends_the_run_with_its_reason(
     assert not caplog.records
 
 
-def test_traffic_tells_what_was_pushed_and_pulled(connect: Connect) -> None:
+def test_traffic_counts_pushed_and_pulled_bytes(connect: Connect) -> None:
     clients = opened(connect)
     for replica, client in enumerate(clients):
         client.push(0, outbox(replica))
@@ -356,7 +356,9 @@ def test_traffic_tells_what_was_pushed_and_pulled(connect: Connect) -> None:
         assert all(message.moved.start_ns <= message.moved.end_ns for message in client.traffic)
 
 
-def test_server_that_is_left_by_all_says_so(serving: ParameterServer, connect: Connect) -> None:
+def test_server_that_all_workers_have_left_reports_it(
+    serving: ParameterServer, connect: Connect
+) -> None:
     clients = opened(connect)
     clients[0].leave()
     assert not serving.wait_until_left(0.1)
@@ -364,8 +366,12 @@ def test_server_that_is_left_by_all_says_so(serving: ParameterServer, connect: C
     assert serving.wait_until_left(5)
 
 
-def test_server_that_is_killed_while_it_is_left_does_not_wait_for_who_has(tmp_path: Path) -> None:
-    """Who has left does not come again; when all have, the folder is for whoever comes next."""
+def test_server_killed_during_the_end_does_not_wait_for_workers_that_have_left(
+    tmp_path: Path,
+) -> None:
+    """A worker that has left does not come back; when all have left, the folder is free for the
+    next run.
+    """
 
     def started(port: int = 0) -> ParameterServer:
         return ParameterServer(port=port, folder=tmp_path, snapshots=FolderSnapshots())
@@ -391,7 +397,7 @@ def test_server_that_is_killed_while_it_is_left_does_not_wait_for_who_has(tmp_pa
         client.close()
 
 
-def test_row_without_values_is_kept_as_well(tmp_path: Path) -> None:
+def test_empty_vector_is_also_stored(tmp_path: Path) -> None:
     kept: dict[str, Any] = {"folder": tmp_path, "snapshots": FolderSnapshots()}
     first, empty = ParameterServer(**kept), FlatSpec((), 16)
     client = StageClient(
@@ -407,7 +413,7 @@ def test_row_without_values_is_kept_as_well(tmp_path: Path) -> None:
     client.close()
 
 
-def test_folder_needs_somebody_who_can_read_it(tmp_path: Path) -> None:
+def test_folder_needs_a_reader(tmp_path: Path) -> None:
     (tmp_path / "stage-0").mkdir()
     with pytest.raises(AssertionError, match="a folder goes with"):
         ParameterServer(folder=tmp_path)
@@ -418,7 +424,7 @@ def test_port_in_use_is_refused(serving: ParameterServer) -> None:
         ParameterServer(port=serving.port)
 
 
-def test_worker_that_waits_for_the_row_is_let_go_when_the_server_closes(
+def test_worker_that_waits_for_parameters_is_released_when_the_server_closes(
     serving: ParameterServer, connect: Connect
 ) -> None:
     closing = threading.Timer(0.3, serving.close)

@@ -1,4 +1,4 @@
-"""Who waits for what on the server, without a wire."""
+"""The waits of the server, without a network."""
 
 import threading
 
@@ -64,12 +64,12 @@ def test_step_is_committed_when_its_chunks_went_out_before_a_restart(stage: Stag
     assert (stage.state.now.values < 0).all()
 
 
-def test_nobody_waits_for_a_caller_that_is_gone(stage: StageServer) -> None:
+def test_server_does_not_wait_for_a_caller_that_is_gone(stage: StageServer) -> None:
     with pytest.raises(CallerGone):
         stage.give(0, 0, 0, Caller(active=False))
 
 
-def test_caller_hears_in_time_who_is_missing(stage: StageServer) -> None:
+def test_caller_learns_in_time_which_ranks_are_missing(stage: StageServer) -> None:
     with pytest.raises(
         TransferTimeout,
         match="chunk 1 of step 0 of stage 0: nothing, or not all, has come from rank 3",

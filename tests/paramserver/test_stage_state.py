@@ -1,4 +1,6 @@
-"""The server's copy of a stage: whole steps or none, the same bits however the pieces come."""
+"""The server's copy of a stage: whole steps or none, and the same bits in whatever order chunks
+arrive.
+"""
 
 from dataclasses import replace
 
@@ -54,7 +56,7 @@ def decide(to: StageState, step: int, verdict: StepDecision = GO) -> None:
 
 
 def take(of: StageState, step: int) -> list[torch.Tensor]:
-    """Every chunk as a worker gets it."""
+    """Every chunk as a worker receives it."""
     given_out = [of.give(step, 0, chunk) for chunk in range(SPEC.num_chunks)]
     return [chunk.wire.clone() for chunk in given_out if chunk is not None]
 
@@ -77,7 +79,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def torch_adamw(steps: int, factor: float) -> torch.Tensor:
-    """What torch's optimizer makes of the same parameters and mean gradients."""
+    """The parameters after torch's optimizer with the same mean gradients."""
     whole = [
         torch.nn.Parameter(normal(0)[start : start + p.num_values])
         for start, p in zip(SPEC.starts, SPEC.parameters, strict=True)
@@ -102,10 +104,10 @@ def torch_adamw(steps: int, factor: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 def test_steps_are_those_of_torch_adamw_to_the_last_bit(factor: float) -> None:
-    served = state()
+    stage = state()
     for step in range(3):
-        one_step(served, step, StepDecision(1e-2, factor))
-    assert torch.equal(served.now.values, torch_adamw(3, factor))
+        one_step(stage, step, StepDecision(1e-2, factor))
+    assert torch.equal(stage.now.values, torch_adamw(3, factor))
 
 
 @given(
@@ -130,66 +132,66 @@ def test_order_repetition_and_time_of_the_verdict_change_no_bit(
 
 
 def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
-    served = state()
-    decide(served, 0, GO)
-    push(served, 0, 0)
-    push(served, 0, 1, range(1))
-    assert [served.give(0, 0, chunk) is not None for chunk in range(SPEC.num_chunks)] == [
+    stage = state()
+    decide(stage, 0, GO)
+    push(stage, 0, 0)
+    push(stage, 0, 1, range(1))
+    assert [stage.give(0, 0, chunk) is not None for chunk in range(SPEC.num_chunks)] == [
         True,
         False,
         False,
     ]
-    assert not served.complete
+    assert not stage.complete
 
 
 def test_push_that_ends_in_the_middle_changes_nothing() -> None:
-    served = state()
-    before = rows(served)
-    decide(served, 0, GO)
-    push(served, 0, 0)
-    push(served, 0, 1, range(2))
-    take(served, 0)
-    assert equal(rows(served), before)
-    assert (served.step, served.num_updates, served.complete) == (0, 0, False)
+    stage = state()
+    before = rows(stage)
+    decide(stage, 0, GO)
+    push(stage, 0, 0)
+    push(stage, 0, 1, range(2))
+    take(stage, 0)
+    assert equal(rows(stage), before)
+    assert (stage.step, stage.num_updates, stage.complete) == (0, 0, False)
 
 
 def test_skipped_step_changes_no_parameter() -> None:
-    served = state()
-    before = rows(served)
-    decide(served, 0, StepDecision(1e-2, None))
-    assert served.complete
-    served.commit()
-    push(served, 0, 0)
-    assert equal(rows(served), before)
-    assert (served.step, served.num_updates) == (1, 0)
+    stage = state()
+    before = rows(stage)
+    decide(stage, 0, StepDecision(1e-2, None))
+    assert stage.complete
+    stage.commit()
+    push(stage, 0, 0)
+    assert equal(rows(stage), before)
+    assert (stage.step, stage.num_updates) == (1, 0)
 
 
 @pytest.mark.parametrize("wire", ["none", "bf16", "int8"])
-def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
-    served, worker = state(wire=wire), normal(0)
+def test_workers_have_the_values_that_the_server_assumes(wire: str) -> None:
+    stage, worker = state(wire=wire), normal(0)
     for step in range(3):
-        push(served, step, 0)
-        push(served, step, 1)
-        decide(served, step, GO)
+        push(stage, step, 0)
+        push(stage, step, 1)
+        decide(stage, step, GO)
         for chunk in range(SPEC.num_chunks):
-            out, part = served.give(step, 0, chunk), worker[SPEC.chunk(chunk)]
+            out, part = stage.give(step, 0, chunk), worker[SPEC.chunk(chunk)]
             assert out is not None
             if out.whole:
                 part.copy_(out.wire)
             else:
                 part += codec(wire).decode(out.wire, TensorSpec.of(part))
-        served.commit()
-    held = served.now.held if wire != "none" else served.now.values
+        stage.commit()
+    held = stage.now.held if wire != "none" else stage.now.values
     assert held is not None
     assert torch.equal(worker, held)
 
 
 def test_rounded_differences_do_not_add_up() -> None:
-    served = state(wire="int8")
+    stage = state(wire="int8")
     for step in range(20):
-        one_step(served, step)
-    assert served.now.held is not None
-    off = (served.now.held - served.now.values).abs().max()
+        one_step(stage, step)
+    assert stage.now.held is not None
+    off = (stage.now.held - stage.now.values).abs().max()
     assert (
         0 < off < 2e-2 * 2 / 127
     )  # one step's rounding: the largest difference is a step of about 1e-2
@@ -226,34 +228,34 @@ def test_committed_chunks_go_out_again_and_whole_where_the_differences_are_gone(
 
 
 def test_norms_are_the_mean_gradients_and_count_no_copy() -> None:
-    served = state()
-    push(served, 0, 0)
-    push(served, 0, 1)
+    stage = state()
+    push(stage, 0, 0)
+    push(stage, 0, 1)
     mean = ((gradient(0, 0) + gradient(0, 1)) / 2).double()
-    assert served.norms(0) == pytest.approx({0: float((mean[:307] ** 2).sum()), 1: 0.0})
+    assert stage.norms(0) == pytest.approx({0: float((mean[:307] ** 2).sum()), 1: 0.0})
 
 
 def test_norms_of_a_step_that_is_not_final_are_refused() -> None:
-    served = state()
-    push(served, 0, 0)
+    stage = state()
+    push(stage, 0, 0)
     with pytest.raises(TransferError, match="norms of step 0"):
-        served.norms(0)
+        stage.norms(0)
 
 
 def test_infinite_gradient_stops_the_step_and_is_named() -> None:
-    served = state()
-    before = rows(served)
+    stage = state()
+    before = rows(stage)
     bad = gradient(0, 1)
     bad[303] = float("inf")
-    push(served, 0, 0)
+    push(stage, 0, 0)
     for chunk in range(SPEC.num_chunks):
-        served.add(0, 1, chunk, bad[SPEC.chunk(chunk)])
-    decide(served, 0, GO)
+        stage.add(0, 1, chunk, bad[SPEC.chunk(chunk)])
+    decide(stage, 0, GO)
     with pytest.raises(
         NumericError, match=r"step 0: the gradient of layers\.0\.bias on rank 4 is not finite"
     ):
-        take(served, 0)
-    assert equal(rows(served), before)
+        take(stage, 0)
+    assert equal(rows(stage), before)
 
 
 @pytest.mark.parametrize("step", [-3, -2, 1, 7])
@@ -264,30 +266,30 @@ def test_wrong_step_is_refused(step: int) -> None:
         push(state(), step, 1)
 
 
-def test_replicas_that_disagree_are_told() -> None:
-    served = state()
-    served.decide(0, 0, GO)
+def test_replicas_that_disagree_get_an_error() -> None:
+    stage = state()
+    stage.decide(0, 0, GO)
     with pytest.raises(TransferError, match="replica 1 decided step 0 as"):
-        served.decide(0, 1, StepDecision(1e-2, 0.5))
+        stage.decide(0, 1, StepDecision(1e-2, 0.5))
 
 
-def test_step_is_complete_only_when_every_replica_wants_it() -> None:
-    served = state()
-    push(served, 0, 0)
-    push(served, 0, 1)
-    served.decide(0, 1, GO)
-    take(served, 0)
-    assert not served.complete
-    assert served.missing() == [0]
-    served.decide(0, 0, GO)
-    assert served.complete
+def test_step_is_complete_only_when_every_replica_has_requested_it() -> None:
+    stage = state()
+    push(stage, 0, 0)
+    push(stage, 0, 1)
+    stage.decide(0, 1, GO)
+    take(stage, 0)
+    assert not stage.complete
+    assert stage.missing() == [0]
+    stage.decide(0, 0, GO)
+    assert stage.complete
 
 
 def test_rank_that_has_not_pushed_all_of_it_is_missing() -> None:
-    served = state()
-    push(served, 0, 0)
-    push(served, 0, 1, range(2))
-    assert served.missing() == [4]
+    stage = state()
+    push(stage, 0, 0)
+    push(stage, 0, 1, range(2))
+    assert stage.missing() == [4]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -296,67 +298,69 @@ def test_worker_may_be_ahead_by_the_staleness_and_no_more(staleness: int) -> Non
     replica 0   0 1 2 |         pushes ahead, gets parameters before the slowest pushes
     replica 1   0               until the bound
     """
-    served = state(staleness=staleness)
+    stage = state(staleness=staleness)
     for step in range(staleness + 1):
-        push(served, step, 0)
-        decide(served, step, GO)
-        assert (served.give(step, 0, 0) is not None) == (step < staleness)
+        push(stage, step, 0)
+        decide(stage, step, GO)
+        assert (stage.give(step, 0, 0) is not None) == (step < staleness)
     with pytest.raises(TransferError, match=f"data_parallel.staleness is {staleness}"):
-        push(served, staleness + 1, 0)
-    push(served, 0, 1)
-    assert served.complete
-    served.commit()
-    assert served.give(staleness, 0, 0) is not None
+        push(stage, staleness + 1, 0)
+    push(stage, 0, 1)
+    assert stage.complete
+    stage.commit()
+    assert stage.give(staleness, 0, 0) is not None
 
 
 def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
-    served = state(staleness=2)
+    stage = state(staleness=2)
     for step in range(3):
-        push(served, step, 0)
-        decide(served, step, GO)
+        push(stage, step, 0)
+        decide(stage, step, GO)
     for step in range(3):
-        push(served, step, 1)
-        served.commit()
-    assert torch.equal(served.now.values, torch_adamw(3, 1.0))
+        push(stage, step, 1)
+        stage.commit()
+    assert torch.equal(stage.now.values, torch_adamw(3, 1.0))
 
 
-def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
-    """The other replica has pushed nothing: what is in of two steps in progress is this one's."""
-    served, alone = state(staleness=2), state(ranks=(0,))
+def test_stale_worker_gets_parameters_with_its_own_gradients_at_once() -> None:
+    """The other replica has pushed nothing: all gradients of the two open steps are this
+    replica's.
+    """
+    stage, alone = state(staleness=2), state(ranks=(0,))
     for step in range(2):
-        push(served, step, 0)
-        served.decide(step, 0, GO)
+        push(stage, step, 0)
+        stage.decide(step, 0, GO)
         push(alone, step, 0)
         alone.decide(step, 0, GO)
         expected = take(alone, step)
         alone.commit()
-        assert equal(take(served, step), expected)
-    assert equal(rows(served), rows(state(staleness=2)))
+        assert equal(take(stage, step), expected)
+    assert equal(rows(stage), rows(state(staleness=2)))
 
 
-def test_stale_worker_gets_the_mean_where_all_of_it_is_in() -> None:
-    served, prompt = state(staleness=1), state()
-    for of in (served, prompt):
+def test_stale_worker_gets_the_mean_if_all_gradients_have_arrived() -> None:
+    stage, prompt = state(staleness=1), state()
+    for of in (stage, prompt):
         push(of, 0, 0)
         push(of, 0, 1)
         decide(of, 0)
-    assert equal(take(served, 0), take(prompt, 0))
+    assert equal(take(stage, 0), take(prompt, 0))
 
 
 def test_stale_worker_waits_for_its_own_gradient_alone() -> None:
-    served = state(staleness=1)
-    push(served, 0, 0, range(1))
-    served.decide(0, 0, GO)
-    assert [served.give(0, 0, chunk) is not None for chunk in range(SPEC.num_chunks)] == [
+    stage = state(staleness=1)
+    push(stage, 0, 0, range(1))
+    stage.decide(0, 0, GO)
+    assert [stage.give(0, 0, chunk) is not None for chunk in range(SPEC.num_chunks)] == [
         True,
         False,
         False,
     ]
 
 
-def test_stale_worker_is_told_of_an_infinite_gradient() -> None:
-    served = state(staleness=1)
-    served.add(0, 0, 0, torch.full((128,), torch.inf))
-    served.decide(0, 0, GO)
+def test_stale_worker_gets_an_error_for_an_infinite_gradient() -> None:
+    stage = state(staleness=1)
+    stage.add(0, 0, 0, torch.full((128,), torch.inf))
+    stage.decide(0, 0, GO)
     with pytest.raises(NumericError, match="layers.0.weight on rank 0"):
-        served.give(0, 0, 0)
+        stage.give(0, 0, 0)

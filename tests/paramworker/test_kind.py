@@ -1,4 +1,4 @@
-"""What a worker keeps of a gradient on its way to a parameter server."""
+"""The error feedback of a worker that pushes to a parameter server."""
 
 import threading
 
@@ -13,7 +13,7 @@ from dpipe.wire.codec import codec
 
 
 class Slow(FeedbackWire):
-    """Holds up the first chunk that it encodes until another comes, or none does."""
+    """Blocks the encoding of the first chunk until another chunk is encoded, or a timeout."""
 
     def __init__(self) -> None:
         super().__init__(codec("int8"))
@@ -29,7 +29,7 @@ class Slow(FeedbackWire):
 
 
 def test_chunk_that_a_broken_push_still_encodes_is_not_encoded_again() -> None:
-    """gRPC's thread of it lives on; what is fed back would be added twice."""
+    """gRPC's thread of the broken push still runs, and the error feedback would be added twice."""
     stage, wire = Layered(), Slow()
     stage.set_gradients(0, 0)
     spec = flat_spec(stage, 1000, ())

@@ -109,7 +109,7 @@ def test_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         vocabulary(str(tmp_path / "nowhere.json"))
 
 
-def test_text_and_json_tell_the_same(tmp_path: Path) -> None:
+def test_text_and_json_have_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("[pipeline]\nstages = 2\n")
     row = json.loads(forecast_text(str(path), (), None, as_json=True))
@@ -153,7 +153,7 @@ def replicated(kind: str, **data_parallel: object) -> Config:
 
 
 def reduce_ms(config: Config) -> float:
-    """What the replicas' agreement adds to a step on the slow network, on average."""
+    """The time that the exchange of replicas adds to a step on the slow network, on average."""
     alone = config.with_(data_parallel__replicas=1, train__batch_size=8)
     return (forecast(config, network=SLOW).step_us - forecast(alone, network=SLOW).step_us) / 1e3
 
@@ -184,7 +184,7 @@ def test_vote_does_not_cross_a_network_that_the_transport_imitates(tmp_path: Pat
 
 
 def _vote_ms(found: Forecast) -> float:
-    """How long the verdict is on its way back to rank 1, behind the last ballot: rank 0's."""
+    """The time from the last ballot, that of rank 0, to the verdict at rank 1."""
     timeline = found.timeline
     steps = [timeline.on(rank, Lane.UPDATE)[-1].start_us for rank in (0, 1)]
     return (steps[1] - steps[0]) / 1e3
@@ -199,7 +199,7 @@ def test_sharded_optimizer_gives_back_unrounded_parameters() -> None:
 
 
 def test_delay_hides_the_exchange() -> None:
-    """But for a part of it, 10 ms long, that a message of the pipeline may have to wait for."""
+    """Except a part of 10 ms that a message of the pipeline may have to wait for."""
     assert reduce_ms(replicated("all-reduce", delay=True)) < 10.1
 
 
@@ -221,7 +221,7 @@ def test_fragments_exchange_as_much_in_smaller_pieces() -> None:
     assert (whole.agreeing_share, parts.agreeing_share) == (0.1, 0.4)
 
 
-def test_text_tells_the_mean_step_and_the_one_at_which_replicas_agree(tmp_path: Path) -> None:
+def test_text_has_the_mean_step_and_the_one_with_the_exchange(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('[data_parallel]\nkind = "local-sgd"\nreplicas = 2\ninner_steps = 50\n')
     row = json.loads(forecast_text(str(path), (), None, as_json=True))
@@ -280,7 +280,7 @@ def test_auto_that_can_never_fit_is_refused_before_the_search() -> None:
         forecast(a_gpt(schedule="auto", memory_gb=0.99 * least / 1e9), choose=without_search)
 
 
-def test_nothing_that_fits_is_said_too() -> None:
+def test_error_says_if_nothing_fits() -> None:
     with pytest.raises(ConfigError, match="more stages or a smaller model would help"):
         forecast(a_gpt(memory_gb=1e-6))
 
@@ -330,8 +330,8 @@ def test_embedded_servers_are_where_the_schedule_places_the_stages(schedule: str
 def test_parameter_server_sends_back_to_every_replica() -> None:
     # Its own link carries both stages' parameters to both replicas, 2 x 60 ms; an all-reduce shares
     # that out.
-    served = reduce_ms(replicated("parameter-server", address="server:7100"))
-    assert served > 80 > reduce_ms(replicated("all-reduce"))
+    server_ms = reduce_ms(replicated("parameter-server", address="server:7100"))
+    assert server_ms > 80 > reduce_ms(replicated("all-reduce"))
 
 
 def test_network_without_a_link_to_the_server_is_refused() -> None:

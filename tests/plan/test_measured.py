@@ -1,4 +1,4 @@
-"""What a user's own layers are measured to hold, beside torch's memory tracker."""
+"""The measured memory of a user's own layers, beside torch's memory tracker."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +70,7 @@ def perceptron() -> nn.Module:
 
 
 def between(*layers: Callable[[], nn.Module]) -> LayeredModel:
-    """An embedding in front, and logits behind."""
+    """Layers between an embedding and logits."""
     return LayeredModel(
         (
             lambda: nn.Embedding(VOCABULARY, WIDTH),
@@ -103,7 +103,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
-# Each model, beside each way and schedule with some of the others.
+# Each model, and each way and schedule with some of the models.
 CASES = """
     convolutions   fp32        1f1b
     convolutions   autocast    zero-bubble
@@ -176,7 +176,7 @@ def layers():
 """
 
 
-def test_layers_that_look_at_values_are_estimated_and_said_to_be(
+def test_layers_that_depend_on_values_are_estimated_with_a_warning(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "masked_layers.py").write_text(LOOKS_AT_VALUES)

@@ -14,13 +14,17 @@ from dpipe.plan.partition import split
         ([1, 1, 1, 1], 2, (2, 2)),
         ([1, 1, 1, 1, 4], 2, (4, 1)),
         ([1, 1, 1, 1, 4, 1, 1], 3, (4, 1, 2)),
-        ([9, 1, 1, 1], 3, (1, 1, 2)),  # the dearest stage is given; the others still share evenly
+        (
+            [9, 1, 1, 1],
+            3,
+            (1, 1, 2),
+        ),  # the most expensive stage is fixed; the others still share evenly
         ([0, 5, 5, 5, 5, 2], 4, (2, 1, 1, 2)),
         ([1, 1, 1, 1, 1], 2, (2, 3)),  # the earlier stage holds more micro-batches
         ([3], 1, (1,)),
     ],
 )
-def test_split_balances_the_dearest_stage(
+def test_split_minimises_the_most_expensive_stage(
     costs: list[float], num_stages: int, expected: tuple[int, ...]
 ) -> None:
     assert split(costs, num_stages) == expected

@@ -33,8 +33,8 @@ def test_probe_counts_parameters() -> None:
     assert head == 16 * 13 + 2 * 16
 
 
-def test_parameters_in_half_precision_count_as_their_masters() -> None:
-    """Which is what replicas exchange."""
+def test_half_precision_parameters_count_as_master_weights() -> None:
+    """Replicas exchange the gradients of the master weights."""
     half, whole = (
         probe(GPT, TOKENS, seed=0, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
     )
@@ -59,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     return Counted
 
 
-def test_layers_that_are_alike_are_followed_once(counted: type[Counted]) -> None:
+def test_equal_layers_are_probed_once(counted: type[Counted]) -> None:
     same = [partial(counted, 8, 8) for _ in range(5)]
     inputs = [TensorSpec((2, 8), torch.float32)]
     costs = probe(LayeredModel((*same, partial(counted, 8, 3)), mean), inputs, seed=0)
@@ -72,7 +72,7 @@ def test_layers_that_are_alike_are_followed_once(counted: type[Counted]) -> None
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((3, 8), torch.float32), ((2, 8), torch.float64)], ids=["shape", "dtype"]
 )
-def test_layer_is_followed_again_for_other_inputs(
+def test_layer_is_probed_again_for_other_inputs(
     counted: type[Counted], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     model = LayeredModel((partial(counted, 8, 8),), mean)
@@ -82,7 +82,7 @@ def test_layer_is_followed_again_for_other_inputs(
     assert cost.outputs == (TensorSpec(shape, dtype),)
 
 
-def test_layer_is_followed_again_in_another_precision(counted: type[Counted]) -> None:
+def test_layer_is_probed_again_in_another_precision(counted: type[Counted]) -> None:
     model = LayeredModel((partial(counted, 8, 8),), mean)
     inputs = [TensorSpec((2, 8), torch.float32)]
     probe(model, inputs, seed=0)
@@ -97,7 +97,7 @@ def test_function_may_make_another_layer_each_time(counted: type[Counted]) -> No
     assert [cost.outputs[0].shape[-1] for cost in costs] == [8, 3]
 
 
-def test_layer_with_arguments_that_cannot_be_compared_is_followed_each_time() -> None:
+def test_layer_with_unhashable_arguments_is_probed_each_time() -> None:
     class Listed(nn.Linear):
         def __init__(self, sizes: list[int]) -> None:
             super().__init__(*sizes)
@@ -183,7 +183,7 @@ def test_layers_are_measured_as_they_will_run() -> None:
     ]
 
 
-def test_measure_finds_the_dear_layer() -> None:
+def test_measure_finds_the_expensive_layer() -> None:
     class Start(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.float()

@@ -35,13 +35,13 @@ def test_selective_recomputation_of_a_model_without_attention_is_refused(
 def test_place_for_checkpoints_that_cannot_be_used_is_refused_before_the_run(
     url: str, message: str, tiny: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """Else a run would train until its first checkpoint is due, and lose it all."""
+    """Otherwise a run would train until its first checkpoint and then lose everything."""
     with pytest.raises(CheckpointError, match=message):
         draft(tiny(run__checkpoint_url=url.format(tmp_path)))
 
 
-def test_tied_exchange_is_that_of_the_words_whoever_measures(tiny: Callable[..., Config]) -> None:
-    """Not of the positions too, which lie in the same layer."""
+def test_tied_exchange_is_of_the_token_embedding_only(tiny: Callable[..., Config]) -> None:
+    """Not of the position embedding, which is in the same layer."""
     config = tiny(model__tie_embeddings=True, pipeline__stages=2)
     measured, estimated = (
         draft(config, layer_s=seconds).forecast.cost for seconds in ((1.0,) * 4, None)
@@ -49,10 +49,10 @@ def test_tied_exchange_is_that_of_the_words_whoever_measures(tiny: Callable[...,
     assert measured.tied_bytes == estimated.tied_bytes == 256 * config.model.width * 4
 
 
-def test_users_layers_hold_what_they_give_and_not_what_a_transformer_would(
+def test_memory_of_users_layers_is_their_own_and_not_that_of_a_transformer(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a user's own model model.width says nothing."""
+    """model.width does not describe a user's own model."""
     (tmp_path / "wide_layers.py").write_text(WITHOUT_ATTENTION)
     monkeypatch.syspath_prepend(str(tmp_path))
     own = {
@@ -64,7 +64,7 @@ def test_users_layers_hold_what_they_give_and_not_what_a_transformer_would(
     assert narrow == wide
 
 
-def test_users_layers_in_half_precision_have_masters(
+def test_users_layers_in_half_precision_have_master_weights(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "plain_layers.py").write_text(WITHOUT_ATTENTION)

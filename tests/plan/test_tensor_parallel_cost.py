@@ -22,7 +22,7 @@ def on_two(delay_ms: float = 0.0, **chosen: bool) -> Config:
     ("sequence", "forward", "backward"),
     [(False, (2, 4, 4, 0), (0, 4, 4, 2)), (True, (1, 4, 4, 1), (1, 6, 6, 2))],
 )
-def test_layers_exchange_what_the_table_says(
+def test_layers_exchange_the_bytes_of_the_table(
     sequence: bool, forward: tuple[int, ...], backward: tuple[int, ...]
 ) -> None:
     """In units of (T - 1) / T u: embedding, two blocks, head."""
@@ -50,7 +50,7 @@ def test_machine_sends_an_activation_once_unless_each_rank_sends_all(
     assert cost.backward_us == pytest.approx([20 + gather_us, 20])
 
 
-def test_arithmetic_is_shared_out() -> None:
+def test_arithmetic_is_divided_among_the_ranks() -> None:
     one, two = (build({"model": MODEL, "tensor_parallel": {"size": size}}) for size in (1, 2))
     free = {"predict__machine_gbps": 1e6, "predict__machine_delay_ms": 0}
     assert forecast(two.with_(**free)).cost.forward_us == pytest.approx(
@@ -58,7 +58,7 @@ def test_arithmetic_is_shared_out() -> None:
     )
 
 
-def test_parameters_are_shared_out() -> None:
+def test_parameters_are_divided_among_the_ranks() -> None:
     one, two = (
         forecast(build({"model": MODEL, "tensor_parallel": {"size": size}})).memory
         for size in (1, 2)
@@ -68,14 +68,14 @@ def test_parameters_are_shared_out() -> None:
     )  # norms, some biases, positions
 
 
-def test_words_that_do_not_divide_are_refused_with_a_number_that_does() -> None:
+def test_indivisible_vocabulary_is_refused_with_a_divisible_size() -> None:
     with pytest.raises(
         ConfigError, match=r"bytes has 256 entries, which .*size 3 does not divide; set .* = 258"
     ):
         forecast(build({"model": {"num_heads": 3, "width": 96}, "tensor_parallel": {"size": 3}}))
 
 
-def test_simulation_says_what_a_rank_is(tmp_path: Path) -> None:
+def test_simulation_explains_what_a_rank_is(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("[pipeline]\nstages = 2\n[tensor_parallel]\nsize = 2\n")
     text = forecast_text(str(tmp_path / "job.toml"), (), None, as_json=False)
     assert "2 ranks a stage on one machine, assuming 16 Gbit/s and 0.1 ms between them" in text

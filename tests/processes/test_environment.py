@@ -33,7 +33,7 @@ SLURM = {
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
-def test_process_info_alone_when_nothing_says_otherwise():
+def test_process_info_is_one_process_by_default():
     assert process_info({}) == ProcessInfo(rank=0, world_size=1, local_rank=0, coordinator=None)
 
 
@@ -131,7 +131,7 @@ def test_process_info_names_the_variable_that_is_missing(environ, name):
         (SLURM | {"SLURM_JOB_NODELIST": ",x"}, "',x' is not a list of hosts"),
     ],
 )
-def test_process_info_refuses_what_makes_no_sense(environ, complaint):
+def test_process_info_refuses_invalid_values(environ, complaint):
     with pytest.raises(ConfigError, match=complaint):
         process_info(environ)
 
@@ -184,7 +184,7 @@ def test_agent_store_passes_the_address_on(agent):
     assert found == ["10.0.0.5:4321"]
 
 
-def test_agent_store_does_not_mix_restarts_up(agent):
+def test_agent_store_keeps_restarts_apart(agent):
     environ, _ = agent
     process_info(environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}).publish(
         "10.0.0.5:4321"
@@ -201,7 +201,7 @@ def test_agent_store_that_is_gone_is_a_join_error(agent, monkeypatch):
         AgentStore("127.0.0.1", 1, "key").publish("10.0.0.5:4321")
 
 
-MEET = """
+JOIN = """
 import os
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
@@ -220,15 +220,15 @@ if server:
 """
 
 
-def test_ranks_of_torchrun_meet(tmp_path):
-    (tmp_path / "meet.py").write_text(MEET)
+def test_ranks_of_torchrun_find_each_other(tmp_path):
+    (tmp_path / "join.py").write_text(JOIN)
     argv = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        str(tmp_path / "meet.py"),
+        str(tmp_path / "join.py"),
     ]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
     output = subprocess.run(
@@ -244,7 +244,7 @@ def test_process_info_does_not_import_torch():
 
 
 def test_grpc_is_set_up_before_it_is_imported_and_what_the_user_has_set_stays() -> None:
-    """gRPC polls when it was told to, which it reads once, at its import."""
+    """gRPC reads its settings once, when it is imported."""
     code = """
 import os, sys
 from click.testing import CliRunner

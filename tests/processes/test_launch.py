@@ -1,6 +1,4 @@
-"""Ranks here are short Python programs. What a launcher does with signals is tried on a launcher of
-its own process.
-"""
+"""The ranks are short Python programs. Signals are tested on a launcher in a separate process."""
 
 import contextlib
 import json
@@ -25,7 +23,7 @@ SLEEP = "import time; time.sleep(60)"
 
 
 class Launcher:
-    """Launches programs in a folder of its own and keeps what the launcher says."""
+    """Launches programs in a separate folder and records the launcher's messages."""
 
     def __init__(self, folder: Path) -> None:
         self.logs = folder / "run" / "logs"
@@ -49,7 +47,7 @@ def launcher(tmp_path):
     return Launcher(tmp_path)
 
 
-def test_launch_tells_each_rank_its_number(launcher):
+def test_launch_gives_each_rank_its_number(launcher):
     show = (
         "import os, json; own = {k: v for k, v in os.environ.items() if k.startswith('DPIPE')}; "
         "print(json.dumps(own))"
@@ -64,7 +62,7 @@ def test_launch_tells_each_rank_its_number(launcher):
     assert len(first["DPIPE_TOKEN"]) >= 16
 
 
-def test_launch_makes_a_token_of_its_own_unless_given_one(launcher):
+def test_launch_makes_a_token_unless_one_is_set(launcher):
     show = "import os; print(os.environ['DPIPE_TOKEN'])"
     for environ in ({}, {}, {"DPIPE_TOKEN": "open sesame"}, {"DPIPE_TOKEN": "open sesame"}):
         assert launcher("", show, environ=environ) == 0
@@ -90,7 +88,7 @@ def test_quiet_launch_gives_rank_0_a_log_too(launcher, capfd):
 SEND = "import os; os.write(int(os.environ['DPIPE_ROWS_FD']), b'{\"step\": %d}\\n')"
 
 
-def test_launch_hears_the_rows_of_rank_0_until_its_end(launcher):
+def test_launch_receives_the_rows_of_rank_0_until_its_end(launcher):
     rows = []
     many = "\n".join(SEND % step for step in range(100))
     assert (
@@ -100,7 +98,7 @@ def test_launch_hears_the_rows_of_rank_0_until_its_end(launcher):
     assert rows == [{"step": step} for step in range(100)]
 
 
-def test_launch_kills_the_ranks_when_who_hears_the_rows_fails(launcher):
+def test_launch_kills_the_ranks_when_the_callback_fails(launcher):
     def stop(row):
         raise LookupError(row["step"])
 
@@ -150,20 +148,20 @@ def test_launch_returns_the_signal_that_killed_a_rank(launcher):
     assert launcher.lines == ["rank 0 failed first, with signal 9 (SIGKILL)"]
 
 
-def test_launch_kills_those_who_do_not_stop_by_themselves(launcher):
+def test_launch_kills_ranks_that_do_not_stop(launcher):
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
     assert launcher(deaf, deaf, "raise SystemExit(1)", grace_s=0.3) == 1
     assert 0.3 < time.monotonic() - started < 10
 
 
-def test_launch_takes_its_logs_back_where_nothing_may_be_written(launcher):
+def test_launch_removes_its_logs_when_nothing_may_be_written(launcher):
     assert launcher("", "print('bad input'); raise SystemExit(2)") == 2
     assert launcher.lines[1:] == ["bad input"]
     assert not launcher.logs.parent.exists()
 
 
-def test_launch_takes_back_only_what_this_run_wrote(launcher):
+def test_launch_removes_only_files_of_this_run(launcher):
     assert launcher("", "print('first run')") == 0
     (launcher.logs.parent / "config.toml").touch()
     assert launcher("", "print('bad input'); raise SystemExit(2)") == 2
@@ -236,7 +234,7 @@ sys.exit(launch(lambda rank: argv, 2, logs=Path("logs"), on_line=say))
 
 
 def _noting(path: str | Path) -> str:
-    """Code that writes the process's id to `path`, whole or not at all."""
+    """Code that writes the process id to `path` atomically."""
     new = f"{path}.new"
     write = f"open('{new}', 'w').write(str(os.getpid()))"
     return f"import os; {write}; os.rename('{new}', '{path}')\n"
@@ -251,7 +249,9 @@ NEVER_LEAVE = (
 
 @contextlib.contextmanager
 def running(program: str, folder: Path):
-    """A launcher with two ranks that run `program`, once both are up, and their process ids."""
+    """A launcher with two ranks that run `program`, once both have started, and their process
+    ids.
+    """
     argv = [sys.executable, "-c", LAUNCHER, program + NOTE_PID + SLEEP.replace("(60)", "(30)")]
     environ = {**os.environ, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(
@@ -272,7 +272,7 @@ def _soon(condition) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    """Not gone, and not a zombie that nobody has reaped."""
+    """Running, and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -280,7 +280,7 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_asks_the_ranks_to_leave(tmp_path, number):
+def test_first_signal_asks_the_ranks_to_stop(tmp_path, number):
     with running(LEAVE_WHEN_ASKED, tmp_path) as (process, ranks):
         process.send_signal(number)
         output, _ = process.communicate(timeout=10)

@@ -34,7 +34,7 @@ def test_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_thread_that_gets_no_signals_is_never_asked() -> None:
+def test_thread_without_signals_is_never_asked_to_stop() -> None:
     seen: list[bool] = []
 
     def watch() -> None:

@@ -62,7 +62,7 @@ def test_output_that_is_full_is_given_up_with_one_warning(
 
 
 def test_output_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """rich by itself would end the process."""
+    """By default rich would end the process."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:

@@ -40,7 +40,7 @@ def test_peak_is_found_by_the_drivers_name(device: str, bf16: float) -> None:
     assert peak.flops("bf16") == bf16 * 1e12
 
 
-def test_peak_of_another_device_is_not_guessed() -> None:
+def test_peak_of_an_unknown_device_is_none() -> None:
     assert peak_of("GeForce GTX 1080") is None
 
 

@@ -49,7 +49,7 @@ def test_line_that_is_no_row_is_dropped(tmp_path: Path, torn: bytes) -> None:
 def test_rows_that_are_kept_are_on_the_disk_before_they_replace_the_old_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a machine that lost its power came back with an empty metrics.jsonl."""
+    """Otherwise a machine that loses its power may come back with an empty metrics.jsonl."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n')
     synced: dict[int, bytes] = {}
@@ -85,7 +85,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 def test_row_that_finds_no_room_ends_the_run_with_one_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing tried to write it once more, and raised in the place of the reason."""
+    """Closing tried to write the row again, and its error replaced the first one."""
     metrics = some_metrics(tmp_path)
     metrics.close()
     with open("/dev/full", "a") as full:
@@ -100,7 +100,7 @@ def test_row_that_finds_no_room_ends_the_run_with_one_reason(
 def test_tensorboard_without_room_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its numbers are in the rows."""
+    """Its numbers are also in the rows."""
     metrics = some_metrics(tmp_path, tensorboard=True)
     assert metrics._board is not None
     metrics._board.close()

@@ -1,4 +1,4 @@
-"""Progress of a bench, by a clock that the test turns."""
+"""Progress of a bench, with a fake clock."""
 
 import pickle
 from threading import Thread

@@ -24,7 +24,7 @@ def pipe(rows: list[Mapping[str, Any]]) -> Iterator[RowPipe]:
 
 @pytest.fixture
 def environ(pipe: RowPipe) -> Iterator[dict[str, str]]:
-    """Rank 0's, with an end of the pipe that is its own."""
+    """Rank 0's environment, with its end of the pipe."""
     inherited = os.dup(pipe.write_fd)
     yield {"DPIPE_ROWS_FD": str(inherited)}
     os.close(inherited)
@@ -43,7 +43,7 @@ def test_rows_come_as_they_were_sent(
     assert rows == ROWS
 
 
-def test_row_that_is_half_there_is_waited_for(pipe: RowPipe, rows: list[Mapping[str, Any]]) -> None:
+def test_incomplete_row_is_waited_for(pipe: RowPipe, rows: list[Mapping[str, Any]]) -> None:
     os.write(pipe.write_fd, b'{"step": 1}\n{"st')
     pipe.take()
     assert rows == [{"step": 1}]
@@ -63,7 +63,7 @@ def test_nothing_is_sent_where_no_launcher_asked() -> None:
     assert rows_to_launcher({"HOME": "/root"}) is None
 
 
-def test_rank_goes_on_where_the_launcher_has_gone() -> None:
+def test_rank_continues_without_its_launcher() -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     send = rows_to_launcher({"DPIPE_ROWS_FD": str(write_fd)})

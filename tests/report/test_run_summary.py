@@ -38,7 +38,7 @@ def test_bits_per_byte_counts_the_bytes_of_a_token() -> None:
     assert bits_per_byte(5.545177, bytes_per_token=4.0) == pytest.approx(2.0, abs=1e-4)
 
 
-def test_learned_takes_the_held_out_loss_at_both_ends() -> None:
+def test_summary_has_the_held_out_loss_at_start_and_end() -> None:
     result = learned(ROWS)
     assert result is not None
     assert (result.train_start, result.held_out_start, result.held_out_end) == (5.0, 5.5, 2.0)
@@ -87,7 +87,7 @@ def test_summary_counts_the_steps_between_those_that_were_logged(tmp_path: Path)
     assert "8 steps in about 4 s" in summary(tmp_path, rows)
 
 
-def test_summary_of_a_model_that_writes_no_text_tells_plain_losses(tmp_path: Path) -> None:
+def test_summary_of_a_model_without_text_has_plain_losses(tmp_path: Path) -> None:
     text = summary(tmp_path, ROWS, scale=None)
     assert "training │ 5.000 │ 4.000" in " ".join(text.split())
     assert "bits per byte" not in text

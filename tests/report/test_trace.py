@@ -6,6 +6,7 @@ import pytest
 
 from dpipe.errors import ConfigError
 from dpipe.network.link import Host, Network
+from dpipe.report.processor_time import StepCpu
 from dpipe.report.trace import (
     StepSpans,
     TraceInputs,
@@ -14,6 +15,7 @@ from dpipe.report.trace import (
     load_steps,
     load_trace,
     measured_cost,
+    measured_hosts,
     save_inputs,
     write_chrome,
 )
@@ -24,7 +26,7 @@ from dpipe.schedule.lower import lower
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.simulate import simulate
-from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.timeline.span import Lane, Span
 
 SCHEDULE = lower(generate("1f1b", 2, 2))
 COST = Cost.uniform(2, 10, 20, message_bytes=1000)
@@ -36,7 +38,7 @@ REPLICATED = TraceInputs(
     None,
     replicas=Replicas(direct(3, 2), delayed=True),
 )
-SERVED = TraceInputs(
+PARAMETER_SERVER = TraceInputs(
     SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, barrier=True), servers=(0, 4))
 )
 STALE = TraceInputs(
@@ -55,6 +57,7 @@ def test_spans_survive_the_upload() -> None:
             span(1, "1F0", 0.5, 2.0),
             Span(1, Lane.SEND, parse_action("1SEND_B0"), 2.0, 3.0, 4000, peer=3),
         ),
+        StepCpu(5.0, 6.5),
     )
     assert load_steps(dump_steps([step]), rank=1) == [step]
 
@@ -62,7 +65,7 @@ def test_spans_survive_the_upload() -> None:
 @pytest.mark.parametrize(
     "inputs",
     [
-        *(INPUTS, CROWDED, REPLICATED, SERVED, STALE),
+        *(INPUTS, CROWDED, REPLICATED, PARAMETER_SERVER, STALE),
         replace(INPUTS, tensor_size=2),
         replace(INPUTS, waits_for_verdict=True),
     ],
@@ -101,7 +104,7 @@ def test_vote_crosses_the_network_unless_the_transport_imitates_it(
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Path:
-    """The folder of a run of two ranks that has a trace."""
+    """The folder of a run of two ranks with a trace."""
     folder = tmp_path / "trace"
     folder.mkdir()
     save_inputs(folder, INPUTS)
@@ -143,8 +146,8 @@ def test_part_of_a_trace_that_is_damaged_is_named(
 
 
 def test_trace_shows_the_steps_that_every_rank_has_sent(traced: Path) -> None:
-    """A rank whose trace did not fit its upload sends fewer of the last steps: the trace was then
-    refused, as if its files were of two runs.
+    """A rank whose trace exceeds the upload limit sends fewer steps. The trace was refused, as if
+    its files were from two runs.
     """
     earlier = StepSpans(6, (span(0, "0F0", 0.0, 3.0),))
     last = StepSpans(7, (span(0, "0F0", 5.0, 7.0),))
@@ -160,17 +163,77 @@ def test_trace_that_cannot_be_written_is_named(traced: Path) -> None:
         write_chrome(traced)
 
 
+def steps_of(*spans: Span, cpu: StepCpu | None = None) -> list[list[StepSpans]]:
+    """One step of each rank of `SCHEDULE`."""
+    by_rank = [[span for span in spans if span.rank == rank] for rank in range(2)]
+    return [[StepSpans(7, tuple(own), cpu)] for own in by_rank]
+
+
 def test_cost_is_the_mean_of_what_was_measured() -> None:
     voted = [span(1, "1VOTE", 50, 57, Lane.UPDATE), span(1, "1VOTE", 57, 90, Lane.WAIT)]
     computed = [span(0, "0F0", 0, 10), span(0, "0F1", 10, 30), span(1, "1B0", 0, 50)]
-    cost = measured_cost(INPUTS, [Timeline(2, (*computed, *voted))])
+    cost = measured_cost(INPUTS, steps_of(*computed, *voted))
     assert cost.vote_us == (0.0, 7.0)
     assert cost.forward_us == (15.0, 0.0)
     assert cost.backward_us == (0.0, 50.0)
+    assert (cost.python_us, cost.between_us) == ((0.0, 0.0), (0.0, 0.0))
+
+
+def worked(rank: int, action: str, cpu_us: float, lane: Lane = Lane.COMPUTE) -> Span:
+    return Span(rank, lane, parse_action(action), 0, 30, cpu_us=cpu_us)
 
 
 def test_cost_of_ranks_that_share_cores_is_processor_time() -> None:
-    slow = Span(0, Lane.COMPUTE, parse_action("0F0"), 0, 30, cpu_us=10.0)
-    steps = [Timeline(2, (slow,))]
+    steps = steps_of(worked(0, "0F0", 10))
     assert measured_cost(CROWDED, steps).forward_us == (10.0, 0.0)
     assert measured_cost(INPUTS, steps).forward_us == (30.0, 0.0)
+
+
+def test_ballot_is_written_in_the_wait_for_the_verdict() -> None:
+    voted = [worked(0, "0VOTE", 4, Lane.UPDATE), worked(0, "0VOTE", 2, Lane.WAIT)]
+    assert measured_cost(CROWDED, steps_of(*voted)).vote_us == (6.0, 0.0)
+
+
+def test_cost_of_a_tensor_parallel_group_has_its_exchanges() -> None:
+    """The mean of its ranks, 0 and 1: both run 0F0, and wait in it for other threads."""
+    group = replace(CROWDED, tensor_size=2)
+    first = (
+        worked(0, "0F0", 10),
+        worked(0, "0F0", 3, Lane.TENSOR),
+        worked(0, "0F0", 1, Lane.TENSOR),
+    )
+    second = (worked(1, "0F0", 12), worked(1, "0F0", 6, Lane.TENSOR))
+    assert measured_cost(group, steps_of(*first, *second)).forward_us == (16.0, 0.0)
+
+
+def test_cost_on_shared_cores_has_what_python_does_beside_computing() -> None:
+    """Of rank 0: 40 us of its thread, of which spans have 34; two computations share the rest."""
+    beside = (worked(0, "0VOTE", 4, Lane.BETWEEN), worked(0, "0VOTE", 5, Lane.BETWEEN))
+    steps = steps_of(
+        worked(0, "0F0", 10), worked(0, "0F1", 15), *beside, cpu=StepCpu(own_us=40, others_us=0)
+    )
+    cost = measured_cost(CROWDED, steps)
+    assert cost.between_us == (9.0, 0.0)
+    assert cost.python_us[0] == 3.0
+
+
+def test_message_takes_what_other_threads_did() -> None:
+    """Rank 0: two messages, its ballot and verdict, and the coordinator's of both ranks."""
+    sent = [Span(0, Lane.SEND, parse_action(f"0SEND_F{m}"), 0, 1, 500_000) for m in (0, 1)]
+    received = Span(1, Lane.RECV, parse_action("1RECV_F0"), 0, 1, 500_000)
+    # 100 us each, and 60 us a megabyte.
+    cpu = {0: StepCpu(0, 8 * 100 + 60), 1: StepCpu(0, 3 * 100 + 30)}
+    steps = [[StepSpans(7, tuple(sent), cpu[0])], [StepSpans(7, (received,), cpu[1])]]
+    (host,) = measured_hosts(CROWDED, steps)
+    assert host.cores == 1
+    assert (host.message_us, host.us_per_mb) == pytest.approx((100, 60))
+
+
+def test_message_of_before_processor_time_was_measured_takes_none() -> None:
+    assert measured_hosts(CROWDED, steps_of(worked(0, "0F0", 10))) == CROWDED.hosts
+
+
+def test_threads_of_torch_are_not_taken_for_messages() -> None:
+    threaded = replace(CROWDED, hosts=(Host((0, 1), cores=4, threads=2),))
+    steps = steps_of(worked(0, "0F0", 10), cpu=StepCpu(10, 1000))
+    assert measured_hosts(threaded, steps) == threaded.hosts

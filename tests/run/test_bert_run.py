@@ -1,6 +1,4 @@
-"""BERT in whole runs: as for the GPT, how the work is cut never changes the result, not by one
-bit.
-"""
+"""BERT in whole runs: as for the GPT, stages and schedule never change the result by one bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +87,7 @@ def test_replicas_read_the_batch_of_one_process(
     assert losses(shared) == pytest.approx(whole, rel=ROUNDING)
 
 
-def test_stages_on_several_ranks_learn_as_one_process_does(
+def test_tensor_parallel_stages_have_the_losses_of_one_process(
     small: Make, losses: Losses, tmp_path: Path
 ) -> None:
     settings = {"model__dropout": 0.1, "model__vocab_size": 64}
@@ -147,7 +145,7 @@ def test_hop_carries_the_lengths_beside_the_activation(small: Make) -> None:
 
 
 def test_forecast_counts_the_parameters_of_the_preset() -> None:
-    """Of Megatron's published BERT, called 345M; its tied table is counted once."""
+    """Of Megatron's published BERT, called 345M; its tied embedding is counted once."""
     config = build({"model": {"preset": "bert-345m"}})
     costs = transformer_costs(config)
     parameters = (sum(costs.parameter_bytes) - costs.tied_bytes) / 4

@@ -1,5 +1,5 @@
-"""Whole runs on GPUs learn what they do on CPUs. Where there are none, on a stand-in that looks for
-races too.
+"""Whole runs on GPUs have the losses of CPUs. Without GPUs they run on a stand-in that also looks
+for races.
 """
 
 import importlib
@@ -107,7 +107,7 @@ ON_SEVERAL_GPUS: dict[str, tuple[int, Way, float]] = {
 
 @pytest.fixture
 def same(tiny: Make, losses: Losses, tmp_path: Path) -> Callable[[str, Way, float], None]:
-    """`same("cuda", way, bound)`: the losses, and those held out, are those of CPUs."""
+    """`same("cuda", way, bound)`: training and held-out losses equal those of CPUs."""
 
     def compare(device: str, way: Way, bound: float) -> None:
         way = {"pipeline__stages": 2, "train__eval_every": 1, "train__eval_batches": 1} | way
@@ -138,7 +138,7 @@ def test_one_gpu_is_enough_for_all_stages_and_replicas(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_SEVERAL_GPUS)
-def test_gpus_talk_by_nccl(way: str, same: Callable[[str, Way, float], None]) -> None:
+def test_gpus_communicate_by_nccl(way: str, same: Callable[[str, Way, float], None]) -> None:
     num_gpus, settings, bound = ON_SEVERAL_GPUS[way]
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
@@ -198,10 +198,10 @@ def test_rows_say_how_much_memory_of_each_gpu_was_taken(
 
 
 @pytest.mark.gpu
-def test_run_goes_on_from_a_gpu_to_a_cpu_and_back(
+def test_run_resumes_from_a_gpu_on_a_cpu_and_back(
     tiny: Make, losses: Losses, tmp_path: Path
 ) -> None:
-    """Checkpoints say nothing of devices."""
+    """Checkpoints do not depend on devices."""
     steady: Way = {"train__decay": "none"}
     whole = losses(tiny(train__steps=5, **steady, run__folder=str(tmp_path / "whole")))
     for steps, device in ((2, "cuda:0"), (3, "cpu"), (5, "cuda:0")):

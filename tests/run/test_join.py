@@ -23,7 +23,7 @@ from dpipe.run.start import launch_ranks
         ("10.0.0.5", "none", None),  # behind NAT: only this end can dial
     ],
 )
-def test_address_that_others_are_told(bind: str, advertise: str | None, host: str | None) -> None:
+def test_advertised_address(bind: str, advertise: str | None, host: str | None) -> None:
     assert advertised_host(bind, advertise, "127.0.0.1") == host
 
 
@@ -58,7 +58,7 @@ def test_another_number_of_processes_than_ranks_says_what_to_set(tmp_path) -> No
         train(path, rank=0, world_size=2, coordinator="127.0.0.1:1")
 
 
-def test_replicas_count_among_the_processes_that_are_needed(tmp_path) -> None:
+def test_replicas_count_among_the_needed_processes(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('[pipeline]\nstages = 4\n[data_parallel]\nkind = "all-reduce"\nreplicas = 2\n')
     with pytest.raises(
@@ -71,7 +71,7 @@ def test_replicas_count_among_the_processes_that_are_needed(tmp_path) -> None:
         launch_ranks(str(path), (), num_ranks=3, resume=None, fallback=False, say=lambda line: None)
 
 
-def test_ranks_of_a_stage_count_among_the_processes_that_are_needed(tmp_path) -> None:
+def test_tensor_parallel_ranks_count_among_the_needed_processes(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("[pipeline]\nstages = 2\n[tensor_parallel]\nsize = 2\n")
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_torch_group_needs_addresses(tiny) -> None:
         torch_group(config, ParallelRanks(0, 1, 2), Alone(), [])
 
 
-def test_coordinator_that_is_not_there_is_given_up_after_the_timeout(tiny, run_ranks) -> None:
+def test_missing_coordinator_is_reported_after_the_timeout(tiny, run_ranks) -> None:
     config: Config = tiny(pipeline__stages=2)
     with pytest.raises(JoinError, match="127.0.0.1:9"):
         run_rank(config, ProcessInfo(1, 2, 1, "127.0.0.1:9"), join_s=1.0)

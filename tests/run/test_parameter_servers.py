@@ -1,6 +1,4 @@
-"""Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads
-over real links.
-"""
+"""Runs with a parameter server, embedded or standalone: whole runs as threads over real links."""
 
 import json
 import os
@@ -42,14 +40,14 @@ Run = Callable[..., list[BaseException | None]]
 # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
 ROUNDING = 2e-6
 BATCH = 12
-SERVED = '[data_parallel]\nkind = "parameter-server"\n'
+PARAMETER_SERVER = '[data_parallel]\nkind = "parameter-server"\n'
 EAGER = {"train__clip_norm": 0.0}
 
 
 @pytest.fixture
-def served(tiny: Make, tmp_path: Path) -> Make:
-    """`served(3)`: the batch over so many replicas and a parameter server; `served(1)` is one
-    process without.
+def with_server(tiny: Make, tmp_path: Path) -> Make:
+    """`with_server(3)`: the batch over three replicas and a parameter server; `with_server(1)` is
+    one process without a server.
     """
 
     def make(replicas: int, folder: str = "split", **overrides: Any) -> Config:
@@ -62,7 +60,7 @@ def served(tiny: Make, tmp_path: Path) -> Make:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
-    """`apart(port)`: a server by itself, whose state is in `tmp_path / "server"`."""
+    """`apart(port)`: a standalone server, whose state is in `tmp_path / "server"`."""
     servers: list[ParameterServer] = []
 
     def start(port: int = 0, folder: str = "server") -> ParameterServer:
@@ -92,12 +90,12 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
     ],
 )
-def test_replicas_learn_as_one_process_does_on_their_batch(
-    replicas: int, overrides: dict[str, Any], served: Make, losses: Losses
+def test_replicas_have_the_losses_of_one_process_on_their_batch(
+    replicas: int, overrides: dict[str, Any], with_server: Make, losses: Losses
 ) -> None:
     one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
-    alone = served(1, "alone", train__eval_every=2, **{**overrides, **one})
-    shared = served(replicas, train__eval_every=2, **overrides)
+    alone = with_server(1, "alone", train__eval_every=2, **{**overrides, **one})
+    shared = with_server(replicas, train__eval_every=2, **overrides)
     assert losses(shared) == pytest.approx(losses(alone), rel=ROUNDING)
     assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
 
@@ -124,48 +122,48 @@ def loss(logits, targets):
 
 @pytest.mark.parametrize("layers", ["activation_alone:layers", "replay"])
 @pytest.mark.parametrize("wire", ["none", "int8"])
-def test_stage_without_parameters_is_served_like_any_other(
+def test_stage_without_parameters_trains_on_a_server(
     wire: str,
     layers: str,
-    served: Make,
+    with_server: Make,
     losses: Losses,
     apart: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a server that keeps what it has."""
+    """On a server that stores its state."""
     (tmp_path / "activation_alone.py").write_text(ACTIVATION)
     monkeypatch.syspath_prepend(tmp_path)
     server = apart()
     address = {"data_parallel__address": (f"127.0.0.1:{server.port}",), "data_parallel__wire": wire}
-    losses(served(2, model__layers=layers, pipeline__stages=3, **address))
+    losses(with_server(2, model__layers=layers, pipeline__stages=3, **address))
     assert server.standing == {0: 3, 1: 3, 2: 3}
 
 
 @pytest.mark.parametrize("wire", ["none", "int8"])
-def test_run_repeats_itself_bit_for_bit(wire: str, served: Make, losses: Losses) -> None:
+def test_run_repeats_itself_bit_for_bit(wire: str, with_server: Make, losses: Losses) -> None:
     again = {"pipeline__stages": 2, "data_parallel__wire": wire, **EAGER}
-    first, second = served(2, **again), served(2, "again", **again)
+    first, second = with_server(2, **again), with_server(2, "again", **again)
     assert losses(first) == losses(second)
     assert equal(parameters(first), parameters(second))
 
 
-def test_embedded_server_waits_for_nobody_where_no_step_is_left(
-    served: Make, losses: Losses
+def test_embedded_server_does_not_wait_if_no_step_is_left(
+    with_server: Make, losses: Losses
 ) -> None:
-    config = served(2, timeouts__transfer=20)
+    config = with_server(2, timeouts__transfer=20)
     losses(config)
     began = time.monotonic()
     losses(config, resume=True)
     assert time.monotonic() - began < 15
 
 
-def test_server_by_itself_learns_what_an_embedded_one_does(
-    served: Make, losses: Losses, apart: Any
+def test_standalone_server_gives_the_losses_of_an_embedded_one(
+    with_server: Make, losses: Losses, apart: Any
 ) -> None:
     server = apart()
     address = {"data_parallel__address": (f"127.0.0.1:{server.port}",)}
-    assert losses(served(2, **address)) == losses(served(2, "embedded"))
+    assert losses(with_server(2, **address)) == losses(with_server(2, "embedded"))
     assert server.wait_until_left(5)
 
 
@@ -173,34 +171,34 @@ def test_server_by_itself_learns_what_an_embedded_one_does(
 @pytest.mark.parametrize(
     "other", [{"data_parallel__replicas": 3}, {"data_parallel__kind": "all-reduce"}]
 )
-def test_run_goes_on_with_other_replicas_or_another_kind(
-    other: dict[str, Any], wire: str, served: Make, losses: Losses
+def test_run_resumes_with_other_replicas_or_another_kind(
+    other: dict[str, Any], wire: str, with_server: Make, losses: Losses
 ) -> None:
     steady = {"train__decay": "none", "data_parallel__wire": wire, "train__num_microbatches": 2}
-    whole = losses(served(2, "whole", train__steps=5, **steady))
-    losses(served(2, "part", train__steps=3, **steady))
-    goes_on = losses(served(2, "part", train__steps=5, **steady | other), resume=True)
+    whole = losses(with_server(2, "whole", train__steps=5, **steady))
+    losses(with_server(2, "part", train__steps=3, **steady))
+    goes_on = losses(with_server(2, "part", train__steps=5, **steady | other), resume=True)
     assert goes_on == pytest.approx(whole, rel=ROUNDING if wire == "none" else 1e-2)
 
 
-def test_resumed_lossy_run_is_that_which_never_stopped(served: Make, losses: Losses) -> None:
-    """The server's own parameters are in the checkpoint beside what the workers have; so few steps
-    owe no feedback.
+def test_resumed_lossy_run_equals_an_uninterrupted_one(with_server: Make, losses: Losses) -> None:
+    """The checkpoint has the server's parameters beside those of the workers; after so few steps
+    there is no error feedback.
     """
     steady = {"train__decay": "none", "data_parallel__wire": "bf16"}
-    whole = losses(served(2, "whole", train__steps=5, **steady))
-    losses(served(2, "part", train__steps=3, **steady))
-    assert losses(served(2, "part", train__steps=5, **steady), resume=True) == whole
+    whole = losses(with_server(2, "whole", train__steps=5, **steady))
+    losses(with_server(2, "part", train__steps=3, **steady))
+    assert losses(with_server(2, "part", train__steps=5, **steady), resume=True) == whole
 
 
-def test_fp16_run_learns_what_fp32_does(served: Make, losses: Losses) -> None:
-    half, full = losses(served(2, train__precision="fp16")), losses(served(2, "full"))
+def test_fp16_run_learns_like_fp32(with_server: Make, losses: Losses) -> None:
+    half, full = losses(with_server(2, train__precision="fp16")), losses(with_server(2, "full"))
     assert half == pytest.approx(full, rel=0.02)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_stale_run_learns(staleness: int, served: Make, losses: Losses) -> None:
-    config = served(
+def test_stale_run_learns(staleness: int, with_server: Make, losses: Losses) -> None:
+    config = with_server(
         2, data_parallel__staleness=staleness, train__steps=8, pipeline__stages=2, **EAGER
     )
     seen = losses(config)
@@ -208,8 +206,8 @@ def test_stale_run_learns(staleness: int, served: Make, losses: Losses) -> None:
     assert seen[-1] < seen[0]
 
 
-def test_rows_and_spans_tell_pushes_and_pulls(served: Make, losses: Losses) -> None:
-    config = served(2, pipeline__stages=2)
+def test_rows_and_spans_have_pushes_and_pulls(with_server: Make, losses: Losses) -> None:
+    config = with_server(2, pipeline__stages=2)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
     assert set(row["mb_per_s"]) == {
@@ -225,9 +223,9 @@ def test_rows_and_spans_tell_pushes_and_pulls(served: Make, losses: Losses) -> N
     assert all(span.num_bytes > 0 for span in spans)
 
 
-def test_server_that_cannot_be_reached_is_named(served: Make, run_ranks: Run) -> None:
+def test_server_that_cannot_be_reached_is_named(with_server: Make, run_ranks: Run) -> None:
     address = f"127.0.0.1:{free_port()}"
-    config = served(2, data_parallel__address=(address,), timeouts__connect=1)
+    config = with_server(2, data_parallel__address=(address,), timeouts__connect=1)
     errors = run_ranks(config)
     named = [
         error
@@ -239,24 +237,22 @@ def test_server_that_cannot_be_reached_is_named(served: Make, run_ranks: Run) ->
     assert not (Path(config.run.folder) / "metrics.jsonl").exists()
 
 
-def test_server_that_wants_another_token_says_so(served: Make, run_ranks: Run) -> None:
+def test_server_that_wants_another_token_says_so(with_server: Make, run_ranks: Run) -> None:
     server = ParameterServer(security=Security("another"))
     try:
-        errors = run_ranks(served(2, data_parallel__address=(f"127.0.0.1:{server.port}",)))
+        errors = run_ranks(with_server(2, data_parallel__address=(f"127.0.0.1:{server.port}",)))
     finally:
         server.close()
     assert any(isinstance(error, JoinError) and "wrong token" in str(error) for error in errors)
 
 
-def test_server_that_goes_away_and_comes_back_costs_no_bit(
-    served: Make, losses: Losses, apart: Any
-) -> None:
-    """Closed and opened again in the middle of the run, from what it kept."""
+def test_restarted_server_changes_no_bit(with_server: Make, losses: Losses, apart: Any) -> None:
+    """Closed and restarted from its state in the middle of the run."""
     steps = {"train__steps": 12, **EAGER}
-    whole = served(2, "whole", **steps)
+    whole = with_server(2, "whole", **steps)
     losses(whole)
     first = apart()
-    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps)
+    config = with_server(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps)
     worker = threading.Thread(target=losses, args=(config,))
     worker.start()
     wait_until(lambda: first.standing.get(0, 0) >= 4)
@@ -267,14 +263,14 @@ def test_server_that_goes_away_and_comes_back_costs_no_bit(
     assert equal(parameters(config), parameters(whole))
 
 
-def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
-    served: Make, losses: Losses, apart: Any
+def test_restarted_server_of_a_stale_run_continues_unfinished_steps(
+    with_server: Make, losses: Losses, apart: Any
 ) -> None:
-    """It has lost gradients, and verdicts on them, of steps that the workers are ahead of."""
+    """It has lost gradients and verdicts of steps that the workers have already passed."""
     first = apart()
     address = (f"127.0.0.1:{first.port}",)
     settings = {"data_parallel__staleness": 2, "train__steps": 12, **EAGER}
-    config = served(2, data_parallel__address=address, **settings)
+    config = with_server(2, data_parallel__address=address, **settings)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(losses, config)
         wait_until(lambda: first.standing.get(0, 0) >= 4)
@@ -285,11 +281,11 @@ def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
 
 
 @pytest.mark.timeout(300)  # seven runs' worth of threads: on a machine as busy as can be, a minute
-def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
-    served: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
+def test_tensor_parallel_ranks_keep_their_parts_on_a_restarted_server(
+    with_server: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one process learns; replicas to the last bit alike, and so what every rank of a stage has
-    whole.
+    """With the losses of one process; replicas, and replicated parameters of a tensor-parallel
+    group, are equal to the last bit.
     """
     workers: dict[tuple[int, int], _StageWorker] = {}
 
@@ -301,9 +297,9 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
     plain = _StageWorker.leave
     monkeypatch.setattr(_StageWorker, "leave", leave)
     steps = {"train__steps": 6, "train__learning_rate": 1e-3}
-    alone, first = losses(served(1, "alone", **steps)), apart()
+    alone, first = losses(with_server(1, "alone", **steps)), apart()
     split = {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True}
-    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps, **split)
+    config = with_server(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps, **split)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(losses, config)
         wait_until(lambda: first.standing.get(0, 0) >= 2)
@@ -330,7 +326,7 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
 def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
     """`serve(port)`: `dpipe serve` in a process of its own, listening; killed at the end."""
     job = tmp_path / "job.toml"
-    job.write_text(f"{SERVED}[run]\nfolder = '{tmp_path / 'kept'}'\n")
+    job.write_text(f"{PARAMETER_SERVER}[run]\nfolder = '{tmp_path / 'kept'}'\n")
     environ = {
         **os.environ,
         "PYTHONPATH": str(Path(dpipe.__file__).parent.parent),
@@ -360,14 +356,14 @@ def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
         process.communicate(timeout=10)
 
 
-def test_killed_server_that_is_started_again_costs_no_bit(
-    served: Make, run_ranks: Run, losses: Losses, serve: Any
+def test_killed_and_restarted_server_changes_no_bit(
+    with_server: Make, run_ranks: Run, losses: Losses, serve: Any
 ) -> None:
-    """SIGKILL in the middle of a run with clipping; against a run whose server lived."""
-    whole, port = served(2, "whole", train__steps=30), free_port()
+    """SIGKILL in the middle of a run with clipping, compared with an uninterrupted run."""
+    whole, port = with_server(2, "whole", train__steps=30), free_port()
     losses(whole)
     first = serve(port)
-    config = served(
+    config = with_server(
         2, data_parallel__address=(f"127.0.0.1:{port}",), train__steps=30, timeouts__transfer=100
     )
     errors: list[BaseException | None] = []
@@ -390,7 +386,7 @@ def num_rows(config: Config) -> int:
 
 
 def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named(
-    served: Make, run_ranks: Run, monkeypatch: pytest.MonkeyPatch
+    with_server: Make, run_ranks: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed_at: list[float] = []
     plain = StageClient._chunks
@@ -403,7 +399,7 @@ def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named
             yield message
 
     monkeypatch.setattr(StageClient, "_chunks", chunks)
-    errors = run_ranks(served(2, train__steps=100_000, transport__chunk_bytes=4096, **EAGER))
+    errors = run_ranks(with_server(2, train__steps=100_000, transport__chunk_bytes=4096, **EAGER))
     assert time.monotonic() - failed_at[0] < 10
     assert all(isinstance(error, RunError) for error in errors), errors
     assert all("rank 1" in str(error) for error in errors)
@@ -419,10 +415,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def test_server_that_comes_back_without_its_state_is_refused(
-    served: Make, run_ranks: Run, apart: Any
+    with_server: Make, run_ranks: Run, apart: Any
 ) -> None:
     first = apart()
-    config = served(
+    config = with_server(
         2, data_parallel__address=(f"127.0.0.1:{first.port}",), train__steps=100_000, **EAGER
     )
     errors: list[BaseException | None] = []
@@ -446,7 +442,7 @@ def test_second_server_of_one_folder_is_refused(serve: Any, tmp_path: Path) -> N
 
 
 def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(SERVED)
+    (tmp_path / "job.toml").write_text(PARAMETER_SERVER)
     overrides = (f"run.folder={json.dumps(str(tmp_path / 'run'))}",)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -459,21 +455,21 @@ def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_made_for_a_server_is_named(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(SERVED)
+    (tmp_path / "job.toml").write_text(PARAMETER_SERVER)
     overrides = (f"run.folder={json.dumps(str(tmp_path / 'job.toml'))}",)
     with pytest.raises(ConfigError, match=r"job\.toml/server cannot be written"):
         serve_parameters(str(tmp_path / "job.toml"), overrides, "127.0.0.1:0", print)
 
 
 def test_serve_needs_an_address(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(SERVED)
+    (tmp_path / "job.toml").write_text(PARAMETER_SERVER)
     with pytest.raises(ConfigError, match="no address to listen on"):
         serve_parameters(str(tmp_path / "job.toml"), (), None, lambda line: None)
 
 
 def test_serve_refuses_a_job_without_a_parameter_server(tmp_path: Path) -> None:
-    """It waited for workers for ever."""
-    (tmp_path / "job.toml").write_text(SERVED.replace("parameter-server", "all-reduce"))
+    """It waited for workers forever."""
+    (tmp_path / "job.toml").write_text(PARAMETER_SERVER.replace("parameter-server", "all-reduce"))
     with pytest.raises(
         ConfigError, match='kind is "all-reduce", so that no worker would ever come'
     ):
@@ -482,7 +478,7 @@ def test_serve_refuses_a_job_without_a_parameter_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bind", ["7100", "host:", "host:99999", ":7100"])
 def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(SERVED)
+    (tmp_path / "job.toml").write_text(PARAMETER_SERVER)
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
 
@@ -491,10 +487,10 @@ def fail(error: Exception, *_: object) -> None:
     raise error
 
 
-def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
-    served: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_server_on_a_full_disk_ends_with_the_same_error_as_its_workers(
+    with_server: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed up, unable to go on."""
+    """It kept running and could not continue."""
     plain = Journal.write
 
     def write(journal: Journal, step: int, verdict: StepDecision, average: torch.Tensor) -> None:
@@ -506,14 +502,14 @@ def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
 
     monkeypatch.setattr(Journal, "write", write)
     (tmp_path / "job.toml").write_text(
-        f"{SERVED}[run]\nfolder = '{tmp_path / 'kept'}'\n[node]\ntoken = 'secret'"
+        f"{PARAMETER_SERVER}[run]\nfolder = '{tmp_path / 'kept'}'\n[node]\ntoken = 'secret'"
     )
     bind = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(
             serve_parameters, str(tmp_path / "job.toml"), (), bind, lambda line: None
         )
-        errors = run_ranks(served(2, data_parallel__address=(bind,), train__steps=10))
+        errors = run_ranks(with_server(2, data_parallel__address=(bind,), train__steps=10))
         reason = (
             r"step 2 of stage 0: cannot write \S+kept/server/stage-0/\S+: "
             r".*No space left; make room there"
@@ -523,10 +519,10 @@ def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
     assert any(re.search(reason, str(error)) for error in errors)
 
 
-def test_snapshot_without_room_is_not_said_to_fit_elsewhere(
+def test_error_of_a_snapshot_on_a_full_disk_does_not_suggest_another_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """run.checkpoint_url does not move it."""
+    """run.checkpoint_url does not apply to it."""
     monkeypatch.setattr(checkpoint, "save_file", partial(fail, OSError(28, "No space left")))
     with pytest.raises(
         RunError, match=r"No space left; make room there, on the parameter server's machine$"
@@ -534,15 +530,15 @@ def test_snapshot_without_room_is_not_said_to_fit_elsewhere(
         FolderSnapshots().save(tmp_path, 8, {"w": torch.zeros(1)}, {}, {})
 
 
-def test_servers_of_single_stages_keep_their_state_apart(served: Make) -> None:
-    """They shared RUN/server: one that was started again took up the stages of all, and then never
+def test_servers_of_single_stages_keep_their_state_apart(with_server: Make) -> None:
+    """They shared RUN/server: a restarted server took over the stages of all, and then never
     ended.
     """
-    each = served(2, data_parallel__servers="per-stage")
+    each = with_server(2, data_parallel__servers="per-stage")
     folders = [_state_folder(each, "127.0.0.1", port) for port in (7100, 7101)]
-    assert len({*folders, _state_folder(served(2), "127.0.0.1", 7100)}) == 3
+    assert len({*folders, _state_folder(with_server(2), "127.0.0.1", 7100)}) == 3
 
 
-def test_rank_that_nobody_can_reach_hosts_no_server() -> None:
+def test_unreachable_rank_hosts_no_server() -> None:
     with pytest.raises(ConfigError, match=r"node\.advertise is none there"):
         _beside(None, 7100, 0)

@@ -1,5 +1,5 @@
-"""Every synchronous kind, schedule and number of replicas, over links inside this process, against
-one process.
+"""Every synchronous kind, schedule and number of replicas, over local links, compared with one
+process.
 
 What must be equal is the parameters after two steps of the same batch: to fp32 rounding, since the
 sum over replicas groups its terms in another way than the sum over micro-batches.
@@ -46,7 +46,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Rank:
-    """One rank, as `run/build.py` would put it together, without a coordinator."""
+    """One rank, composed as in `run/build.py`, but without a coordinator."""
 
     def __init__(self, config: Config, rank: int, hub: LocalHub) -> None:
         self.here, self.config = config.ranks_of(rank), config
@@ -135,7 +135,7 @@ def trained(kind: str, schedule: str, replicas: int) -> list[dict[str, torch.Ten
 
 @cache
 def alone() -> dict[str, torch.Tensor]:
-    """Plain torch: the whole batch at once."""
+    """Plain torch with the whole batch at once."""
     model = nn.Sequential(*(layer(index) for index in range(STAGES)))
     parameters = list(model.parameters())
     groups = [[p for p in parameters if (p.ndim >= 2) == decays] for decays in (True, False)]
@@ -167,7 +167,7 @@ def test_replicas_equal_one_process_and_each_other(kind: str, schedule: str, rep
         assert all(torch.equal(first[name], other[name]) for other in others)
 
 
-def test_seats_are_counted_row_by_row() -> None:
+def test_ranks_are_numbered_replica_by_replica() -> None:
     assert [(ParallelRanks(r, 2, 3).dp_rank, ParallelRanks(r, 2, 3).pp_rank) for r in range(6)] == [
         (0, 0),
         (0, 1),

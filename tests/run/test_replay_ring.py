@@ -21,7 +21,7 @@ from dpipe.report.trace import load_trace
 from dpipe.run.replay_ring import neighbours, ring_peers
 from dpipe.timeline.span import Lane
 
-SLOW = "delay_ms = 20\nbandwidth_gbps = 0.08\n"  # 200 kB take 20 ms, and 20 more to arrive
+SLOW = "delay_ms = 20\nbandwidth_gbps = 0.08\n"  # 200 kB take 20 ms, and arrive 20 ms later
 EXCHANGES, ROUND_MS = 1, 20 + 20  # of half an exchange's bytes: long beside what a machine is late
 LATE = 1.5  # a busy machine wakes threads late
 
@@ -61,13 +61,13 @@ def seconds_of(config: Config, run_ranks: Run) -> float:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_step_takes_its_waits_and_what_its_exchanges_take_on_the_network(shared, run_ranks, stages):
+def test_step_takes_its_waits_and_the_network_time_of_its_exchanges(shared, run_ranks, stages):
     config = shared(pipeline__stages=stages)
     assert seconds_of(config, run_ranks) >= forecast(config).step_us / 1e6
 
 
 @pytest.mark.alone
-def test_step_takes_hardly_more_than_that(shared, run_ranks, tmp_path):
+def test_step_takes_little_more_than_that(shared, run_ranks, tmp_path):
     folders = (str(tmp_path / f"run-{number}") for number in count())
     most_s = LATE * forecast(shared()).step_us / 1e6
 
@@ -78,7 +78,7 @@ def test_step_takes_hardly_more_than_that(shared, run_ranks, tmp_path):
 
 
 def test_exchanges_are_part_of_each_forward_and_backward(shared):
-    """Two rounds an all-reduce among two; two micro-batches."""
+    """An all-reduce of two ranks has two rounds; there are two micro-batches."""
     all_of_them_ms = 2 * 2 * EXCHANGES * 2 * ROUND_MS
     assert forecast(shared()).step_us / 1e3 == pytest.approx(2 * (10 + 20) + all_of_them_ms)
 
@@ -94,7 +94,7 @@ def test_trace_shows_what_each_rank_sends_the_next(shared, run_ranks):
 
 
 @pytest.mark.parametrize(("rank", "around"), [(0, (2, 1)), (1, (0, 2)), (2, (1, 0)), (5, (4, 3))])
-def test_ranks_of_a_stage_stand_in_a_ring(rank, around):
+def test_tensor_parallel_ranks_form_a_ring(rank, around):
     assert neighbours(ParallelRanks(rank, pp_size=2, tp_size=3)) == around
 
 

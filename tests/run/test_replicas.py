@@ -1,4 +1,6 @@
-"""Replicas against one process on the same batch: whole runs, ranks as threads over real links."""
+"""Replicas compared with one process on the same batch: whole runs, ranks as threads over real
+links.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ Run = Callable[..., list[BaseException | None]]
 
 # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
 ROUNDING = 2e-6
-BATCH = 12  # sequences, which 2, 3 and 4 replicas share
+BATCH = 12  # sequences, divisible by 2, 3 and 4 replicas
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def split(tiny: Make, tmp_path: Path) -> Make:
 
 
 def parameters(config: Config) -> dict[str, torch.Tensor]:
-    """As the newest checkpoint has them."""
+    """The parameters in the newest checkpoint."""
     return checkpoint.load(str(Path(config.run.folder) / "checkpoints"), lambda name: True).tensors
 
 
@@ -95,7 +97,7 @@ def held_out(config: Config) -> list[float]:
         ),
     ],
 )
-def test_replicas_learn_as_one_process_does_on_their_batch(
+def test_replicas_have_the_losses_of_one_process_on_their_batch(
     replicas: int, overrides: dict[str, Any], split: Make, losses: Losses
 ) -> None:
     one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
@@ -124,7 +126,7 @@ def test_replicas_learn_as_one_process_does_on_their_batch(
 def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
     kind: str, settings: dict[str, Any], split: Make, losses: Losses
 ) -> None:
-    """They lie at different places of the rows of two stages."""
+    """They are at different positions of the flat vectors of two stages."""
     tied = {
         "model__tie_embeddings": True,
         "pipeline__stages": 2,
@@ -138,9 +140,7 @@ def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
     assert torch.equal(first, last)
 
 
-def test_local_sgd_goes_on_in_the_middle_as_if_nothing_had_been(
-    split: Make, losses: Losses
-) -> None:
+def test_local_sgd_resumes_between_outer_steps_to_the_last_bit(split: Make, losses: Losses) -> None:
     """Between two outer steps replicas differ: the checkpoint has each of them."""
     settings = {"pipeline__stages": 2, "train__decay": "none", "data_parallel__inner_steps": 2}
     whole = losses(split(2, "local-sgd", "whole", train__steps=6, **settings))
@@ -155,7 +155,7 @@ def test_run_of_replicas_repeats_itself_bit_for_bit(kind: str, split: Make, loss
         "pipeline__stages": 2,
         "data_parallel__wire": "int8",
         "train__steps": 2,
-    }  # the second owes feedback
+    }  # the second has error feedback
     assert losses(split(2, kind, **again)) == losses(split(2, kind, "again", **again))
 
 
@@ -179,11 +179,11 @@ def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
             ("all-reduce", 2, 1),
             ("all-reduce", 2, 2),
             True,
-        ),  # as many replicas: each computes ahead by its own gradient
+        ),  # the same number of replicas: each computes with its own gradient applied
         (("sharded", 2, 2), ("sharded", 2, 2), True),
     ],
 )
-def test_run_goes_on_with_other_replicas_and_stages(
+def test_run_resumes_with_other_replicas_and_stages(
     before: tuple[str, int, int],
     after: tuple[str, int, int],
     delay: bool,
@@ -214,10 +214,10 @@ def test_run_goes_on_with_other_replicas_and_stages(
         ("local-sgd", {"data_parallel__inner_steps": 2}, ROUNDING),
     ],
 )
-def test_checkpoint_in_the_middle_of_an_agreement_is_taken_up_by_other_replicas_and_stages(
+def test_checkpoint_amid_an_exchange_is_resumed_by_other_replicas_and_stages(
     kind: str, settings: dict[str, Any], apart: float, split: Make, losses: Losses
 ) -> None:
-    """What was held out is as well known after as before, and learning goes on."""
+    """The held-out loss is the same after as before, and training continues."""
     settings = {"train__eval_every": 2, "train__decay": "none", **settings}
     before = split(2, kind, train__steps=4, **settings)
     losses(before)
@@ -269,7 +269,7 @@ def test_run_with_a_parameter_that_nothing_uses_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has no gradient, also where its gradient is collected on a master."""
+    """It has no gradient, also with master weights."""
     (tmp_path / "unused_parameter.py").write_text(UNUSED)
     monkeypatch.syspath_prepend(tmp_path)
     own = {"model__layers": "unused_parameter:layers", "train__decay": "none"}
@@ -299,7 +299,7 @@ def loss(logits, targets):
 """
 
 
-def test_sharded_replicas_learn_a_parameter_that_lies_transposed(
+def test_sharded_replicas_train_a_transposed_parameter(
     split: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "transposed_weight.py").write_text(TRANSPOSED)
@@ -354,7 +354,7 @@ def test_gradient_that_is_not_finite_names_rank_and_parameter(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second replica alone sees the token that makes its gradient explode."""
+    """Only the second replica sees the token that makes its gradient explode."""
     config = split(
         2, model__layers=f"exploding_{precision}:layers", train__precision=precision, train__steps=1
     )
@@ -379,7 +379,7 @@ def test_gradient_that_is_not_finite_names_rank_and_parameter(
         )
 
 
-def test_rows_and_spans_tell_the_exchange(split: Make, losses: Losses) -> None:
+def test_rows_and_spans_have_the_exchange(split: Make, losses: Losses) -> None:
     config = split(2, pipeline__stages=2)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
@@ -398,7 +398,7 @@ def test_rows_and_spans_tell_the_exchange(split: Make, losses: Losses) -> None:
     )  # 2 (R - 1) / R, R = 2
 
 
-def test_sharded_optimizer_takes_less_memory_and_says_so(split: Make, losses: Losses) -> None:
+def test_sharded_optimizer_uses_less_memory_and_reports_it(split: Make, losses: Losses) -> None:
     held = {}
     for kind in ("all-reduce", "sharded"):
         config = split(3, kind, kind, train__steps=1)
@@ -414,7 +414,7 @@ def test_sharded_optimizer_takes_less_memory_and_says_so(split: Make, losses: Lo
         (
             True,
             [{1, 3}, {0, 2}, {1, 3}, {0, 2}],
-        ),  # first and last exchange the gradient of what they share
+        ),  # first and last stage exchange the gradient of the tied weight
     ],
 )
 def test_peers_are_the_neighbours(tiny: Make, tied: bool, peers: list[set[int]]) -> None:

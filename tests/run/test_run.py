@@ -1,6 +1,4 @@
-"""The promise that holds the rest together: how the work is cut never changes the result, not by
-one bit.
-"""
+"""The central promise: stages, schedule and transport never change the result by one bit."""
 
 import gc
 import json
@@ -38,7 +36,7 @@ Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
-# what differs from one stage with everything off    | overrides
+# difference from one stage with everything off | overrides
 CUTS: dict[str, dict[str, Any]] = {
     "two stages, gpipe": {"pipeline__stages": 2, "pipeline__schedule": "gpipe"},
     "two stages, 1f1b": {"pipeline__stages": 2},
@@ -93,7 +91,7 @@ def test_tied_embeddings_are_the_same_bit_for_bit(
 
 
 def test_dropout_changes_the_result(tiny: Make, losses: Losses, tmp_path: Path) -> None:
-    """Else the bit-for-bit tests above would prove nothing about it."""
+    """Otherwise the bit-for-bit tests above would prove nothing about it."""
     assert losses(tiny(model__dropout=0.1)) != losses(tiny(run__folder=str(tmp_path / "other")))
 
 
@@ -113,7 +111,7 @@ def test_rank_0_alone_searches_the_schedule_that_all_run(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns_alike(
+def test_half_precision_learns_like_fp32(
     precision: str, tiny: Make, losses: Losses, tmp_path: Path
 ) -> None:
     full = losses(tiny(pipeline__stages=2))
@@ -125,7 +123,7 @@ def test_half_precision_learns_alike(
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
-def test_lossy_wire_learns_alike(wire: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
+def test_lossy_wire_learns_like_fp32(wire: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
     exact = losses(tiny(pipeline__stages=2))
     lossy = losses(
         tiny(pipeline__stages=2, pipeline__wire=wire, run__folder=str(tmp_path / "lossy"))
@@ -152,10 +150,10 @@ def test_run_that_had_finished_keeps_its_last_held_out_loss_when_it_is_resumed(
     assert read_rows(Path(config.run.folder)) == rows
 
 
-def test_run_that_was_killed_behind_its_last_checkpoint_ends_well_when_it_is_resumed(
+def test_run_killed_after_its_last_checkpoint_ends_normally_when_resumed(
     tiny: Make, losses: Losses
 ) -> None:
-    """No step is left to train, and there is no trace of any."""
+    """No step is left to train, and there is no trace."""
     config = tiny()
     whole = losses(config)
     shutil.rmtree(Path(config.run.folder) / "trace")
@@ -165,7 +163,7 @@ def test_run_that_was_killed_behind_its_last_checkpoint_ends_well_when_it_is_res
 def test_run_that_is_stopped_saves_and_does_not_evaluate_first(
     tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever stops it, as Slurm does, may kill it soon; the run that goes on evaluates."""
+    """Whoever stops it, such as Slurm, may kill it soon; the resumed run evaluates."""
     monkeypatch.setattr("dpipe.run.build.stop_on_signals", lambda: nullcontext(lambda: True))
     config = tiny(train__eval_every=1, train__eval_batches=1)
     assert len(losses(config)) == 1
@@ -181,7 +179,7 @@ def test_last_step_is_logged_whatever_log_every_says(tiny: Make, losses: Losses)
     assert [row["step"] for row in read_rows(Path(config.run.folder))] == [0, 2, 3]
 
 
-def test_rows_tell_rates_by_link(tiny: Make, losses: Losses) -> None:
+def test_rows_have_rates_by_link(tiny: Make, losses: Losses) -> None:
     config = tiny(pipeline__stages=2)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
@@ -217,9 +215,7 @@ def test_text_that_is_too_short_is_refused_before_anything_is_written(
         ("mps", 'computes on "cpu" and on "cuda"'),
     ],
 )
-def test_device_that_is_not_here_is_refused(
-    device: str, message: str, tiny: Make, run_ranks: Run
-) -> None:
+def test_missing_device_is_refused(device: str, message: str, tiny: Make, run_ranks: Run) -> None:
     (error,) = run_ranks(tiny(node__device=device))
     assert isinstance(error, ConfigError)
     assert message in str(error)
@@ -307,9 +303,7 @@ def test_users_own_layers_with_two_tensors_between_stages(
     assert text.startswith("The")
 
 
-def test_words_that_the_tokenizer_does_not_know_are_never_written(
-    tiny: Make, losses: Losses
-) -> None:
+def test_tokens_unknown_to_the_tokenizer_are_never_generated(tiny: Make, losses: Losses) -> None:
     config = tiny(model__vocab_size=300, train__steps=1)
     losses(config)
     assert generate_text(
@@ -324,7 +318,7 @@ def damage(folder: Path) -> None:
 
 
 def test_step_that_was_not_finite_is_not_saved(tiny: Make, run_ranks: Run) -> None:
-    """Nobody waits for the verdict on a step without clipping, but who saves what it made."""
+    """Without clipping only the checkpoint waits for the verdict on a step."""
     far_too_high = {
         "train__learning_rate": 1e30,
         "train__clip_norm": 0.0,
@@ -336,7 +330,7 @@ def test_step_that_was_not_finite_is_not_saved(tiny: Make, run_ranks: Run) -> No
     assert all(bool(tensor.isfinite().all()) for tensor in kept.tensors.values())
 
 
-def test_resumed_run_keeps_nothing_of_what_it_has_loaded(
+def test_resumed_run_frees_the_loaded_checkpoint(
     tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses(tiny(run__checkpoint_every=2))
@@ -365,7 +359,7 @@ def test_damaged_checkpoint_is_named_and_nothing_is_lost(
     assert sorted(Path(config.run.folder).rglob("*")) == before
 
 
-def test_fallback_goes_on_from_the_checkpoint_before_on_every_rank(
+def test_fallback_resumes_the_previous_checkpoint_on_every_rank(
     tiny: Make, losses: Losses, tmp_path: Path
 ) -> None:
     longer = {
@@ -401,7 +395,7 @@ def test_any_temperature_and_seed_continue_a_text(temperature: float, seed: int)
     assert temperature > 1 or ids == likeliest
 
 
-def test_prompt_is_continued_where_the_text_is_not(tiny: Make, losses: Losses) -> None:
+def test_prompt_is_continued_without_the_training_text(tiny: Make, losses: Losses) -> None:
     config = tiny(pipeline__stages=2)
     losses(config)
     for name in config.data.files:
@@ -450,7 +444,7 @@ def test_text_is_continued_by_the_checkpoint_before_a_damaged_one(
     assert continued(fallback=True).startswith("The")
 
 
-def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+def test_folder_of_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         generate_text(tmp_path, "The quick", tokens=5, temperature=0, seed=0)
 
@@ -467,7 +461,7 @@ def test_checkpoint_of_a_model_of_another_width_is_refused(
 def test_refused_resume_leaves_the_run_as_it_was(
     tiny: Make, losses: Losses, run_ranks: Run
 ) -> None:
-    """Only one rank has the layer that does not fit; the other hears of it before it writes."""
+    """Only one rank has the layer that does not fit; the other learns of it before it writes."""
     config = tiny(pipeline__stages=2, run__checkpoint_every=2)
     losses(config)
     folder = Path(config.run.folder)
@@ -497,7 +491,7 @@ def layers():
 """
 
 
-def test_running_means_go_on_where_they_were(
+def test_running_means_are_resumed(
     tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "averaging_layers.py").write_text(AVERAGING)

@@ -1,8 +1,8 @@
-"""Replicas over a network shaped in software against the simulator: what an exchange hides behind,
-and what not.
+"""Replicas over a network shaped in software, compared with the simulator: the overlap of an
+exchange.
 
-forward and backward of four micro-batches       180 ms
-a gradient's way, out and back, of two replicas  120 ms and the delays
+forward and backward of four micro-batches 180 ms a gradient's way, out and back, of two replicas
+120 ms and the delays
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dpipe.config.load import Config, build
 from dpipe.plan.forecast import forecast
 from dpipe.report.metrics import read_rows
 
-LATE_S = 0.06  # what a busy machine adds even to the best of a few steps
+LATE_S = 0.06  # the delay that a busy machine adds even to the best of a few steps
 COMPUTE_S = 0.36
 
 
@@ -53,7 +53,7 @@ def replayed(tmp_path: Path) -> Callable[..., Config]:
     ("kind", "beside_compute_s"),
     [
         ("all-reduce", 0.0),  # all of it behind the next step
-        ("sharded", 0.12),  # but for the parameters that come back
+        ("sharded", 0.12),  # except the returned parameters
     ],
 )
 def test_delayed_step_takes_the_simulated_time(

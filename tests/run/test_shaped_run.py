@@ -1,4 +1,4 @@
-"""Shaping in software against the simulator: the same network, once imitated and once computed."""
+"""Shaping in software compared with the simulator, on the same network."""
 
 import math
 import threading
@@ -40,7 +40,7 @@ FORWARD_S, BACKWARD_S = (
     0.1,
     0.2,
 )  # long, so that 3 % of a step are more than a busy machine adds to all its sleeps
-LATE_S = 0.015  # a thread of a busy machine may wake so late
+LATE_S = 0.015  # a thread of a busy machine may wake this late
 
 
 def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:
@@ -92,7 +92,7 @@ def simulated(name: str, delay_ms: float, gbps: float) -> tuple[Schedule, Networ
 
 
 @CASES
-def test_shaping_lets_every_message_of_a_step_arrive_when_the_simulator_says(
+def test_shaping_delivers_every_message_at_the_simulated_time(
     name: str, delay_ms: float, gbps: float
 ) -> None:
     """Exactly, on paper: the shaper's own clockless part, offered what the simulated ranks send
@@ -118,7 +118,7 @@ def test_shaping_lets_every_message_of_a_step_arrive_when_the_simulator_says(
 
 
 @CASES
-def test_shaped_run_takes_the_simulated_time_and_what_the_machine_is_late(
+def test_shaped_run_takes_the_simulated_time_plus_the_machines_delays(
     name: str, delay_ms: float, gbps: float
 ) -> None:
     """Never less. More by 3 %, and by a late wake-up for each wait of the longest chain: a machine
@@ -136,7 +136,7 @@ def test_shaped_run_takes_the_simulated_time_and_what_the_machine_is_late(
     assert settled(look, lambda seconds: seconds <= most_s, tries=3) <= most_s
 
 
-def test_run_over_a_shaped_network_takes_its_time_and_learns_the_same(
+def test_run_over_a_shaped_network_takes_its_time_with_the_same_losses(
     tiny: Callable[..., Config], losses: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     (tmp_path / "far.toml").write_text("delay_ms = 20\nbandwidth_gbps = 1")

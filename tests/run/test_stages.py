@@ -1,5 +1,5 @@
-"""Which parameters a norm counts where, on two ranks that hold a whole GPT with a tied embedding
-together.
+"""The parameters that each rank counts in a norm, on two tensor-parallel ranks with a whole GPT and
+a tied embedding.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ COPY = "layers.2.output.weight"
 
 
 class OneOf:
-    """One of two ranks, of which nothing but its number is asked."""
+    """One of two ranks; only its number is used."""
 
     size, sequence = 2, False
 
@@ -41,7 +41,7 @@ def counted(rank: int) -> list[str]:
     return [name for name in parameters if name not in elsewhere]
 
 
-def test_what_every_rank_has_is_counted_by_the_first() -> None:
+def test_replicated_parameter_is_counted_by_the_first_rank() -> None:
     cut = [
         "layers.0.tokens.weight",
         *(

@@ -18,7 +18,7 @@ from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 
 SLOW = "delay_ms = 5\nbandwidth_gbps = 0.1\n"
-LATE = 1.04  # a quiet machine wakes threads a little late
+LATE = 1.04  # even an idle machine wakes threads a little late
 # The last ranks end a step with weight gradients while rank 0 begins the next.
 DEEP = {"schedule": "zero-bubble", "in_flight": 7, "memory_limit": 12}
 PIPELINES = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, DEEP]

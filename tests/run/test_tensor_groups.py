@@ -1,5 +1,5 @@
-"""Stages on several ranks against one process on the same batch: whole runs, ranks as threads over
-real links.
+"""Tensor-parallel stages compared with one process on the same batch: whole runs, ranks as threads
+over real links.
 """
 
 import threading
@@ -89,7 +89,7 @@ def column(config: Config, key: str) -> list[float]:
         ),
     ],
 )
-def test_stages_on_several_ranks_learn_as_one_process_does(
+def test_tensor_parallel_stages_have_the_losses_of_one_process(
     size: int, overrides: dict[str, Any], split: Make, losses: Losses
 ) -> None:
     dropout = (
@@ -113,7 +113,7 @@ def test_stages_on_several_ranks_learn_as_one_process_does(
         (("parameter-server", 2, 1, 2, False), ("parameter-server", 2, 2, 1, False)),
     ],
 )
-def test_run_goes_on_with_other_ranks_a_stage(
+def test_run_resumes_with_another_tensor_parallel_size(
     before: tuple[str, int, int, int, bool],
     after: tuple[str, int, int, int, bool],
     split: Make,
@@ -153,7 +153,7 @@ def test_run_goes_on_with_other_ranks_a_stage(
     assert losses(arranged(after, 4), resume=True) == pytest.approx(whole, rel=ROUNDING)
 
 
-def test_trace_shows_what_ranks_exchange_and_predicts_for_the_first(
+def test_trace_has_the_groups_exchanges_and_a_prediction_for_its_first_rank(
     split: Make, losses: Losses
 ) -> None:
     config = split(2, train__steps=1, train__num_microbatches=1)
@@ -172,7 +172,7 @@ def test_trace_shows_what_ranks_exchange_and_predicts_for_the_first(
     assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
     assert (
         trace.inputs.hosts == ()
-    )  # they wait for each other inside their compute: it takes as long as it took
+    )  # their compute includes waits for each other, so it is used as measured
 
 
 def test_stage_on_two_machines_is_refused_on_every_rank(
@@ -184,7 +184,7 @@ def test_stage_on_two_machines_is_refused_on_every_rank(
     assert "tensor_parallel.size 2 puts ranks 0 to 1 on one machine" in str(errors[0])
 
 
-def test_ranks_of_a_stage_that_are_apart_are_named() -> None:
+def test_tensor_parallel_ranks_on_different_machines_are_named() -> None:
     ranks = [{"machine": place, "name": f"node-{place}"} for place in "aaab"]
     with pytest.raises(
         ConfigError,
@@ -193,7 +193,7 @@ def test_ranks_of_a_stage_that_are_apart_are_named() -> None:
         refuse_apart(ranks, 2)
 
 
-def test_ranks_of_a_stage_lose_one_that_fails(
+def test_tensor_parallel_ranks_lose_one_that_fails(
     split: Make, run_ranks: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = tensor.TensorGroup.all_reduce
@@ -219,7 +219,7 @@ def test_ranks_of_a_stage_lose_one_that_fails(
         (6, 1, [6, 7], [4, 6], [2, 6]),
     ],
 )
-def test_ranks_of_a_stage_are_counted_first(
+def test_tensor_parallel_ranks_are_numbered_first(
     rank: int, place: int, tensor_ranks: list[int], row: list[int], column_: list[int]
 ) -> None:
     """

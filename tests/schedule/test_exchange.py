@@ -79,7 +79,7 @@ def test_every_exchange_reaches_its_end(exchange: Exchange):
 
 @given(exchanges)
 def test_every_replica_ends_with_the_sum_of_all(exchange: Exchange):
-    """Which replicas' gradients each value holds, carried along by the messages."""
+    """Each value carries the set of replicas whose gradients it includes."""
     everyone = set(range(exchange.num_replicas))
     _, held = run(exchange)
     for replica in everyone:
@@ -127,9 +127,7 @@ def test_only_a_direct_exchange_is_the_same_for_all_replicas():
     ("replicas", "parts", "message"), [(1, 1, "num_replicas .* 2"), (2, 0, "num_parts .* 1")]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_exchange_refuses_sizes_that_make_no_sense(
-    kind: str, replicas: int, parts: int, message: str
-):
+def test_exchange_refuses_invalid_sizes(kind: str, replicas: int, parts: int, message: str):
     with pytest.raises(ScheduleError, match=f"{message} for an exchange, got"):
         KINDS[kind](replicas, parts)
 
@@ -137,8 +135,8 @@ def test_exchange_refuses_sizes_that_make_no_sense(
 def run(
     exchange: Exchange,
 ) -> tuple[tuple[tuple[Message, ...], ...], list[dict[tuple[int, int], set[int]]]]:
-    """Send everything, each end in its order; what arrived where, and whose gradients each end
-    holds of each part.
+    """Send all messages, each end in its order; returns what arrived where, and whose gradients
+    each end has of each part.
     """
     ends = range(len(exchange.programs))
     queues = [list(program) for program in exchange.programs]

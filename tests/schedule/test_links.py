@@ -17,7 +17,7 @@ def test_counterpart_is_the_other_end_of_a_message(send, receive):
 
 
 @pytest.mark.parametrize("text", ["0F0", "0B0", "0I0", "0W0", "0STEP", "0REDUCE_GRAD"])
-def test_counterpart_refuses_what_crosses_no_link(text):
+def test_counterpart_refuses_actions_without_a_link(text):
     with pytest.raises(ScheduleError, match=f"{text} crosses no link"):
         counterpart(parse_action(text), num_stages=4)
 

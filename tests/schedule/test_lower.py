@@ -27,7 +27,7 @@ def lines(text: str) -> str:
     return dedent(text).strip()
 
 
-def test_lower_adds_what_crosses_a_link_and_the_step():
+def test_lower_adds_communication_and_the_step():
     assert programs(lower(gpipe(2, 2), recv_ahead=0)) == lines("""
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0COMPLETE 0VOTE 0STEP
         1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1COMPLETE 1VOTE 1STEP
@@ -56,8 +56,7 @@ def test_lower_sends_nothing_inside_a_rank():
 
 
 def test_lower_posts_in_the_order_of_the_link_although_a_later_message_is_needed_sooner():
-    # Rank 1 is done with stage 3 first, so it sends that tied gradient before the gradient that 0B0
-    # waits for.
+    # Rank 1 finishes stage 3 first, so it sends that tied gradient before the gradient for 0B0.
     lowered = lower(gpipe(4, 1, stages_per_rank=2), tied=True, recv_ahead=0)
     end = "0RECV_TIED 0RECV_B0 0B0 0SEND_TIED 0COMPLETE 2COMPLETE 0VOTE 0STEP 2STEP"
     assert programs(lowered).splitlines()[0].endswith(end)
@@ -134,7 +133,7 @@ def test_a_send_directly_follows_what_makes_it(schedule):
                 assert before.op in (Op.F if action.op == Op.SEND_F else Op.B, Op.I)
 
 
-def test_lower_refuses_what_is_lowered():
+def test_lower_refuses_a_lowered_schedule():
     with pytest.raises(ScheduleError, match="is lowered already"):
         lower(lower(gpipe(2, 2)))
 

@@ -71,7 +71,7 @@ def test_requires_of_a_weight_tied_within_a_rank_adds_its_gradients_before_eithe
 
 
 def test_requires_of_a_step_in_a_schedule_of_before_there_was_a_vote():
-    """As in the trace of an old run."""
+    """As in the traces of older runs."""
     lowered = lower(gpipe(1, 2), reduce=True)
     program = tuple(map(parse_action, ["0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD", "0STEP"]))
     schedule = replace(lowered, programs=(program,))

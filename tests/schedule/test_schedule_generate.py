@@ -160,7 +160,7 @@ def test_generate_deals_stages_out_round_robin():
         ),
     ],
 )
-def test_generate_refuses_what_makes_no_sense(arguments, parameters, message):
+def test_generate_refuses_invalid_sizes(arguments, parameters, message):
     with pytest.raises(ScheduleError, match=message):
         generate(*arguments, **parameters)
 

@@ -60,7 +60,7 @@ def test_csv_round_trips(schedule):
         ("0F0,0UNSHARD\n", "'0UNSHARD' is not an action"),
     ],
 )
-def test_from_csv_refuses_what_is_no_schedule(text, message):
+def test_from_csv_refuses_other_text(text, message):
     with pytest.raises(ScheduleError, match=message):
         from_csv(text)
 
@@ -93,7 +93,7 @@ def test_torch_reads_and_lowers_our_csv(schedule):
     ],
     ids=["carriage return", "long", "micro-batches"],
 )
-def test_csv_that_no_step_has_is_refused(text: str, words: str) -> None:
-    """Fuzzing found the first; a rank that joins gets its schedule from rank 0."""
+def test_csv_of_an_impossible_step_is_refused(text: str, words: str) -> None:
+    """Fuzzing found the first. Ranks receive their schedule as CSV from rank 0."""
     with pytest.raises(ScheduleError, match=words):
         from_csv(text)

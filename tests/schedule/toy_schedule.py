@@ -1,4 +1,4 @@
-"""All that it takes to add a schedule: a function, and its entry in the table of generators."""
+"""A complete example of a new schedule: a function, and its entry in the table of generators."""
 
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import Generator

@@ -1,4 +1,4 @@
-"""What an audit of the locked packages comes to: never silence."""
+"""The verdict of an audit of the locked packages; a missing audit is reported."""
 
 import re
 import subprocess
@@ -15,15 +15,15 @@ def package(name: str, **more: object) -> dict[str, object]:
 def test_vulnerable_package_fails_and_is_named() -> None:
     found = {"id": "PYSEC-1", "fix_versions": ["1.1"]}
     unmended = {"id": "PYSEC-2", "fix_versions": []}
-    told = {"dependencies": [package("a", vulns=[found, unmended]), package("b", vulns=[])]}
-    code, text = audit.judged(told)
+    answer = {"dependencies": [package("a", vulns=[found, unmended]), package("b", vulns=[])]}
+    code, text = audit.verdict(answer)
     assert code == 1
     assert "a 1.0: PYSEC-1, mended in 1.1" in text
     assert "a 1.0: PYSEC-2, mended in no release yet" in text
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("answer", "message"),
     [
         ({"dependencies": [package("a", skip_reason="?")]}, "NOT AUDITED for .*: no database"),
         ({"dependencies": [], "failed": "no route"}, "NOT AUDITED for .*: no route"),
@@ -34,10 +34,10 @@ def test_vulnerable_package_fails_and_is_named() -> None:
         ),
     ],
 )
-def test_what_was_not_asked_is_said(told: dict[str, object], said: str) -> None:
-    code, text = audit.judged(told)
+def test_missing_audit_is_reported(answer: dict[str, object], message: str) -> None:
+    code, text = audit.verdict(answer)
     assert code == 0
-    assert re.search(said, text)
+    assert re.search(message, text)
 
 
 def test_audit_that_fails_is_not_taken_for_a_clean_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,5 +45,5 @@ def test_audit_that_fails_is_not_taken_for_a_clean_one(monkeypatch: pytest.Monke
         return subprocess.CompletedProcess(argv, 1, stdout="", stderr="first\nno such module\n")
 
     monkeypatch.setattr(audit.subprocess, "run", run)
-    told = audit.report([Entry("a", "1.0", ["a==1.0 --hash=sha256:0"])])
-    assert audit.judged(told) == (0, "NOT AUDITED for known vulnerabilities: no such module")
+    answer = audit.report([Entry("a", "1.0", ["a==1.0 --hash=sha256:0"])])
+    assert audit.verdict(answer) == (0, "NOT AUDITED for known vulnerabilities: no such module")

@@ -32,7 +32,7 @@ def test_sentences_end_where_a_capital_follows(bert_text):
     ]
 
 
-def test_what_it_writes_is_what_bert_reads(bert_text, tmp_path: Path):
+def test_output_is_readable_by_bert_data(bert_text, tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(SPEECH * 20)
     result = run(bert_text, tmp_path / "*.txt", "--folder", tmp_path / "out", "--vocab-size", 80)

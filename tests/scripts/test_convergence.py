@@ -37,7 +37,7 @@ CONFIG = """
 
 
 class Bench:
-    """A file of two cells in a folder of its own; the losses that they "reach" are given."""
+    """A file of two cells in a separate folder, with given final losses."""
 
     def __init__(self, script, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script, self.folder, self.results = script, folder, folder / "results.jsonl"
@@ -107,7 +107,7 @@ def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
         ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire must be one of"),
     ],
 )
-def test_file_that_makes_no_sense_is_refused(bench, old, new, message):
+def test_invalid_file_is_refused(bench, old, new, message):
     result = bench.run(FILE.replace(old, new))
     assert result.exit_code == 2
     assert message in result.output

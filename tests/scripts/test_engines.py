@@ -1,5 +1,5 @@
-"""Which engine runs a cell, how it spreads a model over ranks, and a sweep on the machine as it
-is.
+"""Which engine runs a cell, how it lays out a model on ranks, and a sweep without a shaped
+network.
 """
 
 import json
@@ -45,7 +45,7 @@ LOSSES = {
     "dpipe": [5.0, 4.0],
     "fsdp": [5.0, 4.0004],
     "megatron": [5.0, 4.2],
-}  # of engines that learn for show
+}  # of fake engines
 
 
 @pytest.fixture
@@ -139,21 +139,21 @@ def test_machine_as_it_is_has_no_networks_and_any_other_venue_has_some(
     assert 'venue "local" takes no networks' in result.output
 
 
-def test_line_of_a_layout_says_all_that_a_table_looks_it_up_by(sweep, tmp_path, monkeypatch):
+def test_line_of_a_layout_has_all_keys_of_the_tables(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.5})
     monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: 1e-6)
     assert run(sweep, tmp_path).exit_code == 0
     line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[3])
-    told = {
+    expected = {
         "mode": "real", "engine": "fsdp", "device": "CPU", "gpus": 0, "data_parallel": 2,
         "tensor_parallel": 1, "pipeline_parallel": 2, "micro_batch": 2, "batch_size": 16,
         "precision": "fp32", "recompute": "none", "predicted_s": None, "delay_ms": None,
         "loss_difference": 1e-6,
     }  # fmt: skip
-    assert {key: line[key] for key in told} == told
+    assert {key: line[key] for key in expected} == expected
 
 
-def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monkeypatch):
+def test_cells_with_too_few_gpus_are_left_out(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.0})
     monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: None)
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
@@ -166,7 +166,7 @@ def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monke
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
 
 
-def test_machine_without_gpus_is_told_how_many_it_takes(sweep, tmp_path, monkeypatch):
+def test_machine_without_gpus_is_refused_with_the_number_needed(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 0)
     (tmp_path / "config.toml").write_text(
         CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }'
@@ -186,14 +186,14 @@ def test_gpus_peak_memory_and_use_are_the_last_steps(sweep):
     assert sweep.of_gpus(row) == {"memory_gb": 2.5, "gpu_use_percent": 86, "mfu": 0.41}
 
 
-def test_what_gpus_do_not_tell_is_left_open(sweep):
-    told = sweep.of_gpus({"step": 3, "gpu_memory_mb": {"0": 1500.0}})
-    assert told == {"memory_gb": 1.5, "gpu_use_percent": None, "mfu": None}
+def test_unknown_gpu_metrics_are_none(sweep):
+    metrics = sweep.of_gpus({"step": 3, "gpu_memory_mb": {"0": 1500.0}})
+    assert metrics == {"memory_gb": 1.5, "gpu_use_percent": None, "mfu": None}
 
 
 @pytest.fixture
 def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What was run, as modules; each engine's losses are those of LOSSES."""
+    """Records the modules that are run; each engine has the losses of LOSSES."""
     ran: list[tuple[str, ...]] = []
 
     def run_to_end(path, overrides, at, *, timeout_s, module, environ):
@@ -210,7 +210,7 @@ def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return ran
 
 
-def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_path):
+def test_losses_are_compared_on_a_small_model_with_the_same_layout(engines, trained, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
     found = engines.difference_in_training(
@@ -223,14 +223,14 @@ def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_pa
         == found
     )
     both = [("dpipe", "train"), ("dpipe.baselines.fsdp",)]
-    assert trained == both  # once: micro-batches make no other small model
+    assert trained == both  # once, because the small model does not depend on the micro-batch
     half = (*given, "train.precision=bf16")
     engines.difference_in_training("fsdp", tmp_path / "config.toml", half, None, timeout_s=1.0)
-    assert trained == both * 2  # in fp32 it is known already
+    assert trained == both * 2  # the result in fp32 is cached
 
 
 @pytest.mark.usefixtures("trained")
-def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
+def test_engine_with_other_losses_is_refused(engines, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
     with pytest.raises(AssertionError, match="the losses of megatron differ from ours by 0.2"):
@@ -240,11 +240,9 @@ def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
 
 
 @pytest.mark.usefixtures("trained")
-def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(
-    engines, tmp_path, monkeypatch
-):
-    """A loss before training is near that of chance whatever the parameters: half a thousandth is
-    far.
+def test_engine_whose_first_loss_differs_is_refused(engines, tmp_path, monkeypatch):
+    """Before training any parameters give a loss near that of chance, so half a thousandth is a
+    large difference.
     """
     monkeypatch.setitem(LOSSES, "megatron", [5.0005, 4.0])
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))

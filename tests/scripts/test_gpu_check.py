@@ -1,5 +1,5 @@
-"""The script is tried on a CPU, and held to what a check that is cut short, or goes wrong in parts,
-must still give.
+"""The script on a CPU, and the results that an interrupted or partly failing check must still
+give.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_tiny_run_writes_both_files(script, tmp_path) -> None:
     assert "**Not run on a GPU.**" in text
 
 
-def test_what_there_is_no_time_for_is_listed(script, tmp_path) -> None:
+def test_cases_without_time_are_listed(script, tmp_path) -> None:
     arguments = ["--tiny", "--minutes", "0", "--out", str(tmp_path)]
     CliRunner().invoke(script("gpu_check").main, arguments, catch_exceptions=False)
     assert "not measured: tiny, sequence 32, 2 stages, recompute none: no time was left" in (
@@ -86,7 +86,7 @@ def test_aims_are_those_of_one_stage_without_recomputation(script) -> None:
     ]
 
 
-def test_measurement_whose_process_dies_says_so(script, monkeypatch) -> None:
+def test_measurement_whose_process_dies_is_reported(script, monkeypatch) -> None:
     module = script("gpu_check")
     monkeypatch.setattr(module, "_report", dies)
     assert module.in_own_process(TINY, 100).failure == "its process ended with exit code 7"
@@ -98,7 +98,7 @@ def test_measurement_that_hangs_is_ended_when_its_share_is_over(script, monkeypa
     assert module.in_own_process(TINY, 0.5).failure == "not done within 0 s, its share"
 
 
-def test_failure_is_the_last_word_of_the_process_that_failed(script, monkeypatch) -> None:
+def test_failure_is_the_message_of_the_process_that_failed(script, monkeypatch) -> None:
     """What several processes raise begins with an empty line and says who failed before it says
     why.
     """
@@ -118,13 +118,13 @@ def test_failure_is_the_last_word_of_the_process_that_failed(script, monkeypatch
     assert "in fails" in outcome.trace
 
 
-def test_test_file_that_takes_too_long_leaves_what_it_said(script, tmp_path, monkeypatch) -> None:
+def test_test_file_that_takes_too_long_keeps_its_output(script, tmp_path, monkeypatch) -> None:
     module = script("gpu_check")
 
     def late(argv, *, timeout, **options):
         raise subprocess.TimeoutExpired(
             argv, timeout, output=b"it began\n"
-        )  # bytes, whatever was asked for
+        )  # bytes, even with text=True
 
     monkeypatch.setattr(subprocess, "run", late)
     with (tmp_path / "log").open("w") as log:
@@ -133,12 +133,12 @@ def test_test_file_that_takes_too_long_leaves_what_it_said(script, tmp_path, mon
 
 
 def test_tests_of_every_file_are_named_where_no_time_was_left(script, tmp_path) -> None:
-    told = script("gpu_check").run_tests(0, tmp_path / "log")
-    assert "test_nccl: no time was left; " in told
-    assert "test_gpu_check" not in told
+    result = script("gpu_check").run_tests(0, tmp_path / "log")
+    assert "test_nccl: no time was left; " in result
+    assert "test_gpu_check" not in result
 
 
-def test_files_hold_what_is_known_so_far(script, tmp_path) -> None:
+def test_files_have_the_results_so_far(script, tmp_path) -> None:
     module = script("gpu_check")
     report = module.Report(tmp_path, "CPU")
     report.add("a case", module.Outcome(failure="no room", trace="the whole story"))
@@ -168,14 +168,14 @@ def test_every_size_is_run_in_one_stage_and_four(script) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_machine_without_a_gpu_is_told_what_is_missing(script, tmp_path) -> None:
+def test_machine_without_a_gpu_is_refused_with_a_remedy(script, tmp_path) -> None:
     result = CliRunner().invoke(script("gpu_check").main, ["--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "sees no CUDA GPU" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interpreter_without_torch_is_told_what_to_name(tmp_path):
+def test_interpreter_without_torch_is_refused_with_a_remedy(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)

@@ -26,7 +26,7 @@ HERE = [Here(0), Here(1)]
 
 
 class Lab:
-    """Two hosts, and a link that gives what it is asked."""
+    """Two hosts with a link of the requested rate."""
 
     lab = SimpleNamespace(hosts=HERE)
 
@@ -81,7 +81,7 @@ def test_row_is_the_middle_of_the_turns_held_against_what_was_asked_and_iperf3(l
     assert row["window MB"] == pytest.approx(0.1e9 / 8 * 0.1 / 1e6)
 
 
-def test_warm_up_is_as_long_as_told(link, far, carried):
+def test_warm_up_has_the_configured_length(link, far, carried):
     link.measure(Lab(), far, 20.0)
     assert {warm_up_s for _, _, warm_up_s, _ in carried} == {20.0}
 
@@ -116,7 +116,7 @@ def test_program_that_ends_before_it_listens_is_named(link, monkeypatch):
         link.dpipe(HERE, 1, 0.0, 0.1)
 
 
-def test_receiver_that_fails_is_told_with_what_it_said(link, monkeypatch, tmp_path):
+def test_failed_receiver_is_reported_with_its_output(link, monkeypatch, tmp_path):
     program = tmp_path / "program"
     program.write_text(
         '#!/bin/sh\necho listening\n[ "$3" = 0 ] || { echo "out of luck" >&2; exit 1; }\n'
@@ -129,14 +129,14 @@ def test_receiver_that_fails_is_told_with_what_it_said(link, monkeypatch, tmp_pa
         link.dpipe(HERE, 1, 0.0, 0.1)
 
 
-def test_machine_without_iperf3_is_told_what_to_install(link, monkeypatch):
+def test_missing_iperf3_says_what_to_install(link, monkeypatch):
     monkeypatch.setattr(shell.shutil, "which", lambda program: None)
     result = CliRunner().invoke(link.main, [])
     assert result.exit_code == 2
     assert "link: iperf3 not found; on Debian and Ubuntu: apt-get install iperf3" in result.output
 
 
-def test_lab_that_cannot_be_is_told(link, monkeypatch):
+def test_lab_that_cannot_be_made_is_reported(link, monkeypatch):
     def refuse(*_):
         raise NetemError("a lab needs root")
 

@@ -1,4 +1,4 @@
-"""The lock: what it must have, and what of it is installed."""
+"""The lock: its required content, and which packages of it are installed."""
 
 import hashlib
 from pathlib import Path

@@ -39,16 +39,16 @@ def run(table, name: str, *words: str | Path) -> Result:
     return CliRunner().invoke(table.main, [name, "--mode", "real", *map(str, words)])
 
 
-def test_engines_of_one_layout_stand_together_beside_what_was_published_of_it(table, results):
+def test_engines_of_one_layout_are_together_beside_the_published_value(table, results):
     rows = json.loads(run(table, "gpt3xl_megatron", "--results", results, "--json").output)
-    told = [
+    compared = [
         [
             row[key]
             for key in ("engine", "pipeline_parallel", "published_s", "measured_s", "over_ours")
         ]
         for row in rows
     ]
-    assert told == [
+    assert compared == [
         ["megatron", 8, 19.71, 4.0, 1.25],
         ["dpipe", 8, 19.71, 3.2, 1.0],
         ["megatron", 2, None, 4.0, None],
@@ -56,14 +56,14 @@ def test_engines_of_one_layout_stand_together_beside_what_was_published_of_it(ta
     assert [row["ms_per_sample"] for row in rows] == [62.5, 50.0, 62.5]
 
 
-def test_best_of_ours_is_what_others_are_held_against(table):
+def test_others_are_compared_with_our_best(table):
     from tables.measured import measured_rows
 
     rows = measured_rows([OURS, OURS | {"measured_s": 2.0}, OURS | {"measured_s": 8.0}, LINE], {})
     assert [row.over_ours for row in rows] == [1.6, 1.0, 4.0, 2.0]
 
 
-def test_line_of_another_device_is_not_what_it_is_held_against(table):
+def test_lines_of_other_devices_are_not_compared(table):
     from tables.measured import measured_rows
 
     (row, _) = measured_rows([LINE, OURS | {"device": "another"}], {})
@@ -100,7 +100,7 @@ def test_markdown_says_where_it_was_measured(table, results):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_table_of_which_nothing_was_measured_names_the_sweep(table, name, tmp_path):
+def test_table_without_measurements_names_the_sweep(table, name, tmp_path):
     result = run(table, name, "--results", tmp_path / "none.jsonl")
     assert result.exit_code == 2
     assert (

@@ -28,7 +28,7 @@ def test_memory_of_the_published_rows_is_within_the_bounds(rows):
     assert max(errors) <= 0.10
 
 
-def test_time_is_told_over_the_baseline_and_fitted_rows_are_marked(rows):
+def test_time_is_relative_to_the_baseline_and_fitted_rows_are_marked(rows):
     fitted = [row for row in rows if row["fitted"]]
     others = [
         abs(row["overhead_error"])
@@ -64,7 +64,7 @@ def test_plot_is_drawn(table, tmp_path):
         ("gpt3xl_torch_pipe", "replay", "use --mode sim or real"),
     ],
 )
-def test_mode_that_is_not_there_is_refused(table, name, mode, instead):
+def test_unknown_mode_is_refused(table, name, mode, instead):
     result = run(table, name, "--mode", mode)
     assert result.exit_code == 2
     assert result.output == f"table: {name} has no mode '{mode}'; {instead}\n"
@@ -81,7 +81,7 @@ def test_times_follow_from_a_batch_of_sixteen(rows):
 
 
 def test_parts_of_an_iteration_that_were_not_fitted_are_near_their_timers(table):
-    """But for the check in which all ranks wait for the slowest: it took 41, 8 and 114 ms."""
+    """Except the check in which all ranks wait for the slowest: it took 41, 8 and 114 ms."""
     rows = simulated(table, "megatron_bert345m_timers")
     sure = [row for row in rows if not row.doubted and row.part != "check for infinities"]
     unseen = [abs(row.error_percent) for row in sure if not row.fitted]
@@ -101,7 +101,7 @@ def test_iterations_of_more_machines_follow_from_those_of_up_to_four(table):
 
 
 def test_classifier_of_gpt3xl_is_near_its_published_rows(table):
-    """Five numbers are fitted to five rows, and met by them."""
+    """Five numbers are fitted to five rows."""
     rows = simulated(table, "gpt3xl_megatron")
     fitted = [row for row in rows if row.fitted]
     assert len(fitted) == 5
@@ -113,12 +113,12 @@ def test_classifier_of_gpt3xl_is_near_its_published_rows(table):
     assert sum(one_machine) / len(one_machine) <= 3.5
 
 
-def test_what_fits_into_sixteen_gigabytes_is_known_of_all_but_two_rows(table):
+def test_fit_into_16_gb_is_right_for_all_but_two_rows(table):
     rows = simulated(table, "gpt3xl_megatron")
     assert sum(row.fits == (row.published_s is not None) for row in rows) >= 54
 
 
-def test_rows_contradict_by_a_rule_that_names_none(table):
+def test_contradicting_rows_are_found_by_a_rule(table):
     from tables.gpt3xl import contradicting, megatron_cases
 
     cases = list(megatron_cases(table.ROOT / "scripts/published/gpt3xl_megatron.csv"))

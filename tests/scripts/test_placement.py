@@ -1,4 +1,4 @@
-"""The published placement problem: its cost, and the search against every placement there is."""
+"""The published placement problem: its cost, and the search compared with all placements."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def region_problem(regions: Sequence[str]) -> dtfm.Problem:
 
 
 def written_out_s(problem: dtfm.Problem, groups: Sequence[Sequence[int]]) -> float:
-    """The published cost, as the paper writes it, by trying every matching and every path."""
+    """The published cost, computed by trying every matching and every path."""
     delay_s = problem.delay_ms / 1000
     gigabits = 8 / problem.bandwidth_gbps
 
@@ -112,7 +112,7 @@ def test_annealing_finds_the_optimum_too(monkeypatch: pytest.MonkeyPatch) -> Non
     problem = random_problem(2, 3, 3)
     links = dtfm._Links(problem)
     optimum_s = min(links.placement(groups).cost_s for groups in all_groupings(tuple(range(9)), 3))
-    monkeypatch.setattr(dtfm, "_MOST_GROUPINGS", 0)  # else so small a case is not annealed
+    monkeypatch.setattr(dtfm, "_MOST_GROUPINGS", 0)  # otherwise such a small case is not annealed
 
     assert dtfm.search(problem, seconds=1).cost_s == pytest.approx(optimum_s, rel=1e-12)
 

@@ -1,4 +1,4 @@
-"""What is compared with, to the byte, and what every table says today, row by row.
+"""The published values, byte by byte, and today's rows of every table.
 
 A figure that is changed by mistake, in a source, in a network or among the assumptions of a table,
 is found here.
@@ -67,8 +67,8 @@ def test_every_table_has_its_rows_kept(table) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "gpt3xl_gpipe_network"])
 def test_prediction_of_today_is_the_one_that_is_kept(table, name) -> None:
-    """After a change that is meant: `scripts/table.py NAME --mode sim --csv` into the file, and
-    --page docs/results.md.
+    """After an intended change: `scripts/table.py NAME --mode sim --csv` into the file, and --page
+    docs/results.md.
     """
     today = CliRunner().invoke(table.main, [name, "--mode", "sim", "--csv"]).output
     assert today == (KEPT / f"{name}.csv").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_published_values_are_printed_as_they_were_published(name) -> None:
 
 
 def plain(number: str) -> str:
-    """Without a zero that says nothing: 25.0."""
+    """Without trailing zeros."""
     return re.sub(r"\.0$", "", number)
 
 

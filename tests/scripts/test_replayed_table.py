@@ -39,13 +39,13 @@ def run(table, *words: str | Path) -> Result:
     return CliRunner().invoke(table.main, ["gpt3xl_megatron", "--mode", "replay", *map(str, words)])
 
 
-def test_layouts_are_held_against_the_fastest_pipeline_of_their_network(table, results):
+def test_layouts_are_compared_with_the_fastest_pipeline_of_their_network(table, results):
     rows = json.loads(run(table, "--results", results, "--json").output)
-    told = [
+    compared = [
         [row[key] for key in ("delay_ms", "tensor_parallel", "schedule", "over_pipeline")]
         for row in rows
     ]
-    assert told == [
+    assert compared == [
         [5.0, 1, "1f1b", 1.0],
         [5.0, 2, "1f1b", 4.0],
         [1.0, 2, "1f1b", None],

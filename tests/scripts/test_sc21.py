@@ -1,5 +1,5 @@
-"""The SC21 paper's measurements: simulated where that is cheap, and as batch jobs that a stand-in
-for sbatch takes.
+"""The SC21 paper's measurements: simulated if that is quick, and as batch jobs for a stand-in for
+sbatch.
 """
 
 import csv
@@ -95,7 +95,7 @@ def kept(name: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_prediction_of_today_is_the_one_that_is_kept(name: str) -> None:
-    """Of the cases that are quick; after a change that is meant, run_NAME.sh writes them all."""
+    """Only the quick cases; after an intended change, run_NAME.sh writes all."""
     today = {(row.series, row.x): row for row in rows(name, most_actions=1200)}
     assert today
     assert len(kept(name)) == len(EXPERIMENTS[name].cases)
@@ -106,7 +106,7 @@ def test_prediction_of_today_is_the_one_that_is_kept(name: str) -> None:
             assert row["tflops"] == f"{predicted_row.tflops:.4g}"
 
 
-def test_readme_has_the_rows_that_are_kept() -> None:
+def test_readme_has_the_rows_of_the_results() -> None:
     text = (ROOT / "scripts/sc21/README.md").read_text(encoding="utf-8")
     for row in kept("table_1"):
         error = "fitted" if row["fitted"] else f"{float(row['error_percent']):+.1f} %"
@@ -115,7 +115,7 @@ def test_readme_has_the_rows_that_are_kept() -> None:
         assert f"| {row['x']} | {row['gpus']} | {ranks} | {shown} | " in text
 
 
-def test_what_is_said_of_table_1_is_what_its_rows_come_to() -> None:
+def test_summary_of_table_1_matches_its_rows() -> None:
     errors = [abs(float(row["error_percent"])) for row in kept("table_1") if not row["fitted"]]
     said = f"mean error {sum(errors) / 9:.1f} %, largest {max(errors):.1f} %"
     readme = ROOT / "scripts/sc21/README.md"
@@ -129,7 +129,7 @@ def test_every_assumption_says_where_it_is_from() -> None:
 
 
 def test_model_flops_leave_out_what_is_recomputed() -> None:
-    """Four passes where the mathematics needs three, but for the logits."""
+    """Four passes instead of three, except for the logits."""
     row = predicted(EXPERIMENTS["table_1"].cases[0])
     assert 1.25 < row.tflops / row.model_tflops < 4 / 3
     assert row.mfu == pytest.approx(row.model_tflops / 312)
@@ -186,7 +186,7 @@ def test_variable_missing_in_the_configuration_is_named(
     assert f"CONFIG.sh does not set {name}, which --mode slurm needs" in result.output
 
 
-def test_number_that_is_none_is_refused() -> None:
+def test_invalid_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="GPUS_PER_NODE must be a number from 1, got 'eight'"):
         site(SITE | {"DPIPE_RUNS": "runs", "GPUS_PER_NODE": "eight"})
 
@@ -250,7 +250,7 @@ def test_tensor_parallelism_over_two_machines_is_left_out(cluster: Path) -> None
     )
 
 
-def test_refusal_of_sbatch_is_told(
+def test_refusal_of_sbatch_is_reported(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, "echo invalid account >&2; exit 1", monkeypatch)
@@ -259,7 +259,7 @@ def test_refusal_of_sbatch_is_told(
     assert "sbatch refused the case above: invalid account" in result.output
 
 
-def test_machine_without_slurm_is_told(
+def test_missing_sbatch_is_reported(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -294,7 +294,7 @@ def test_measured_steps_make_the_same_table(cluster: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_table_of_which_nothing_has_run_is_refused(steps: int | None, cluster: Path) -> None:
+def test_table_without_runs_is_refused(steps: int | None, cluster: Path) -> None:
     if steps:
         folder = cluster / case_name("table_1", EXPERIMENTS["table_1"].cases[0])
         folder.mkdir(parents=True)

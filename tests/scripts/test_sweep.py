@@ -39,7 +39,7 @@ NEAR, FAR = (
 
 
 class Bench:
-    """A sweep in a folder of its own; what a cell "measures" is given."""
+    """A sweep in a separate folder, with given measurements."""
 
     def __init__(self, sweep, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sweep, self.folder, self.results = sweep, folder, folder / "results.jsonl"
@@ -103,7 +103,7 @@ ALL = [
 
 
 def test_cell_without_a_round_of_local_sgd_is_refused(bench):
-    """It was measured, and then its mean was of nothing."""
+    """It was measured, and then the mean was over no steps."""
     local = {"kind": "local-sgd", "replicas": 2, "inner_steps": 10}
     with pytest.raises(
         ConfigError, match="train.steps 10 hold no round of data_parallel.inner_steps 10"
@@ -167,7 +167,7 @@ def test_cell_is_measured_again_on_a_network_that_has_changed(bench):
     assert bench.measured == [*ALL, *ALL[:2]]
 
 
-def test_cell_that_fails_is_told_and_the_others_are_measured(bench, monkeypatch):
+def test_failed_cell_is_reported_and_the_others_are_measured(bench, monkeypatch):
     measure = bench.sweep.measure
 
     def failing(cell, at, timeout_s):
@@ -184,7 +184,7 @@ def test_cell_that_fails_is_told_and_the_others_are_measured(bench, monkeypatch)
 
 @pytest.fixture
 def in_a_lab(bench, monkeypatch) -> dict[str, str]:
-    """What a sweep says to run in a lab, where nobody minds that there is none."""
+    """The commands of a sweep in a lab, with a fake lab."""
     monkeypatch.setattr(bench.sweep, "venue", lambda *_: nullcontext())
     return {"venue": "lab"}
 
@@ -226,9 +226,7 @@ def test_cells_of_another_venue_or_engine_are_others(bench, in_a_lab, monkeypatc
 
 
 @pytest.mark.parametrize(("schedule", "compared"), [("gpipe", "gpipe"), ("auto", "zero-bubble")])
-def test_torch_is_quoted_beside_how_far_its_losses_are_from_ours(
-    bench, in_a_lab, monkeypatch, schedule, compared
-):
+def test_line_of_torch_has_its_loss_difference(bench, in_a_lab, monkeypatch, schedule, compared):
     monkeypatch.setattr(
         bench.sweep,
         "compare_pipelining",
@@ -239,7 +237,7 @@ def test_torch_is_quoted_beside_how_far_its_losses_are_from_ours(
     assert line["loss_difference"] == 1e-7
 
 
-def test_torch_that_learns_otherwise_is_not_quoted(bench, in_a_lab, monkeypatch):
+def test_torch_with_other_losses_is_refused(bench, in_a_lab, monkeypatch):
     def differ(schedule, size):
         raise AssertionError("the losses differ by 1")
 
@@ -278,7 +276,7 @@ def test_profile_of_unlike_links_comes_back_as_it_was(bench):
         ({"networks": ["nowhere.toml"]}, r"nowhere.toml does not exist"),
     ],
 )
-def test_sweep_that_makes_no_sense_is_refused_before_anything_runs(bench, keys, message):
+def test_invalid_sweep_is_refused_before_anything_runs(bench, keys, message):
     result = bench.run(**keys)
     assert result.exit_code == 2
     assert re.search(message, result.output)
@@ -308,9 +306,9 @@ def test_network_with_fewer_pairs_than_ranks_is_refused_first(bench):
     assert bench.measured == []
 
 
-def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
-    """Two processes, three steps, 20 ms each way: what is measured is what the simulator says, and
-    a bit.
+def test_real_cell_takes_the_simulated_time(script, tmp_path, monkeypatch):
+    """Two processes, three steps, 20 ms each way: the measured time is the simulated one and a
+    little more.
     """
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     result = bench.run(networks=["far.toml"], schedules=["gpipe"])
@@ -342,7 +340,7 @@ def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, 
     assert not bench.results.exists()
 
 
-def test_run_that_fails_shows_the_end_of_what_it_said(script, tmp_path, monkeypatch):
+def test_failed_run_shows_the_end_of_its_output(script, tmp_path, monkeypatch):
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     bench.write("far.toml", FAR + "jitter_ms = 1")
     result = bench.run(networks=["far.toml"], schedules=["gpipe"])
@@ -363,8 +361,8 @@ def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt3xl_gpipe_network", "gpt3xl_replicas"])
 def test_committed_results_are_those_of_their_sweep_file(script, tmp_path, name):
-    """Else a change of the configuration has made a measured cell another one, and the sweep
-    measures all anew.
+    """Otherwise a change of the configuration has changed the keys of measured cells, and the sweep
+    would measure all again.
     """
     sweep = script("sweep")
     known = {

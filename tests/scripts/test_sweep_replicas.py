@@ -1,4 +1,4 @@
-"""Sweeps of replicas: what they exchange is divided by the scale as well."""
+"""Sweeps of replicas: their gradients are also divided by the scale."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_scale_divides_gradients_and_every_wire_is_the_cells(cell):
     assert (config.pipeline.wire, config.data_parallel.wire) == ("bf16", "bf16")
 
 
-def test_line_tells_the_replicas_and_the_stages(cell):
+def test_line_has_replicas_and_stages(cell):
     sweep, found = cell()
     line = json.loads(json.dumps(sweep.as_line(found, {"measured_s": 1.0}, "commit")))
     assert (line["data_parallel"], line["schedule"]) == (3, "gpipe, 2 stages")
@@ -69,14 +69,14 @@ def test_run_on_networks_of_its_own_leaves_out_the_sweeps(cell, tmp_path: Path):
 
 
 def test_step_of_local_sgd_is_the_mean_over_whole_rounds(cell):
-    """What replicas exchange at the end of a round is waited for in one step of the next."""
+    """A step of the next round waits for the exchange at the end of a round."""
     sweep, found = cell(overrides=["data_parallel.kind='local-sgd'", "data_parallel.inner_steps=3"])
     assert sweep.usual([9.0, 1.0, 1.0, 4.0, 1.0, 1.0, 4.0], found.config) == 2.0
     assert sweep.usual([9.0, 1.0, 1.0, 4.0, 1.0, 1.0, 4.0], cell()[1].config) == 1.0
 
 
 @pytest.mark.parametrize(("given", "scaled"), [(0, None), (4000, 1000), ([8000, 400], [2000, 100])])
-def test_bytes_that_are_not_given_stay_unsaid(script, given, scaled):
+def test_bytes_that_are_not_set_stay_unset(script, given, scaled):
     config = build({"replay": {"message_bytes": 4000, "parameter_bytes": given}})
     sizes = script("sweep").scaled_bytes(config, 4)
     assert sizes == {"message_bytes": 1000} | (

@@ -38,7 +38,7 @@ def table(script, monkeypatch):
 
 @pytest.fixture
 def quick(table, monkeypatch):
-    """The table with a simulator that says 20 s of everything."""
+    """The table with a fake simulator that always predicts 20 s."""
     monkeypatch.setattr(table, "with_prediction", lambda row, *_: replace(row, predicted_s=20.0))
     return table
 
@@ -67,7 +67,7 @@ def test_prediction_is_within_three_percent_of_what_was_published(table):
 
 
 def test_published_row_without_the_start_of_tcp_would_be_a_fifth_too_fast(table, monkeypatch):
-    """So it is the start of quiet connections that explains the last row."""
+    """So the slow start of idle connections explains the last row."""
     last = table.published(NAME)[4]
     monkeypatch.setattr(table.tcp, "start_up_ms", lambda link, num_bytes: 0.0)
     assert table.with_prediction(last).predicted_s < 0.82 * last.published_s
@@ -90,7 +90,7 @@ def test_link_that_a_first_window_fills_has_no_start_up(table):
     [((0.1, 10), 14.8, 14.3), ((1, 5), 15.7, 14.8), ((5, 2), 18.6, 16.3), ((10, 1), 30.0, 18.7)],
 )
 def test_four_replicas_take_no_longer_than_asked(table, network, fp32_s, bf16_s):
-    """One of the schedules that "auto" weighs, so that it is no slower."""
+    """ "auto" considers this schedule, so it is not slower."""
     assert replicated_s(table, network, "fp32") <= fp32_s
     assert replicated_s(table, network, "bf16") <= bf16_s
 
@@ -207,7 +207,7 @@ def test_measured_line_gets_the_prediction_that_its_own_run_would_have_today(
 
 
 def test_measured_line_waits_for_a_vote_where_its_run_did(table):
-    """The first lines do not say it: nothing was clipped."""
+    """The oldest lines have no clip_norm: nothing was clipped."""
     network = table.measured_network(LINE)
     assert table.measured_ballots(LINE, network) is None
     assert table.measured_ballots(LINE | {"clip_norm": 0}, network) is None
@@ -242,7 +242,7 @@ def test_page_has_what_was_predicted_beside_what_was_measured(table, tmp_path, m
 
 
 def test_order_that_auto_had_found_is_predicted_again(script, table, tmp_path, monkeypatch):
-    """A later search finds another one, which was not measured."""
+    """Today's search finds another schedule, which was not measured."""
     sweep = script("sweep")
     given = {"name": NAME, "config": "scripts/sweeps/gpt3xl_replay.toml", "venue": "lab"}
     networks, runs = ["netem/profiles/0.1ms-10gbps.toml"], [{"schedules": ["auto"]}]

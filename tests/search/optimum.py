@@ -34,7 +34,7 @@ class _Rows:
     def after_if(
         self, switch: object, value: int, later: object, earlier: object, gap: float, horizon: float
     ) -> None:
-        """It holds where `switch` is `value`."""
+        """The constraint holds if `switch` is `value`."""
         slack = horizon + gap
         row = {self.column(later): 1.0, self.column(earlier): -1.0}
         row[self.column(switch)] = -slack if value else slack
@@ -48,7 +48,7 @@ def optimum_us(pipeline: Pipeline, limit: int, horizon_us: float) -> float:
     program = _Rows()
     stages = range(pipeline.num_stages)
     microbatches = range(pipeline.num_microbatches)
-    scale = 1e3  # milliseconds: solvers like numbers near 1
+    scale = 1e3  # milliseconds: solvers work best with numbers near 1
     horizon = horizon_us / scale
     takes = [[time_us / scale for time_us in kind] for kind in pipeline.duration_us]
     for stage in stages:
@@ -127,7 +127,7 @@ def _solved(program: _Rows, horizon: float) -> float:
 
 
 def enumerated_us(pipeline: Pipeline, limit: int) -> float:
-    """The same by trying every order: for any network, but for the smallest pipelines alone."""
+    """The same by trying every order: for any network, but only for the smallest pipelines."""
     ranks = [
         list(_orders(stage, pipeline.num_microbatches, limit))
         for stage in range(pipeline.num_stages)

@@ -62,7 +62,7 @@ def test_search_needs_memory_on_a_slow_network(network, slower):
 
 
 def test_search_keeps_the_middle_of_the_pipeline_as_full_as_its_start():
-    """Twelve stages need all of twelve micro-batches on ranks far behind the first one."""
+    """With twelve stages, later ranks also need all of their twelve micro-batches."""
     held = peak_in_flight(search(12, 12, cost(12), SLOW, ballots=SLOW))
     assert min(held[:6]) == 12
 
@@ -106,7 +106,7 @@ def test_search_is_near_the_bound_where_one_link_is_slower_than_a_micro_batch_of
     st.sampled_from([FAST, SLOW]),
 )
 def test_several_stages_a_rank_beat_the_interleaved_schedule(forward_ms, microbatches, network):
-    """Those have whole backward passes; the search splits them."""
+    """Interleaved schedules have whole backward passes; the search splits them."""
     forward = tuple(1e3 * ms for ms in forward_ms)
     costs = replace(cost(4), forward_us=forward)
     found = search(4, microbatches, costs, network, stages_per_rank=2)
@@ -156,7 +156,7 @@ def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
 
 
 def held_bytes(schedule):
-    """The first ranks have more to hold besides activations."""
+    """The first ranks hold more besides activations."""
     return [10 * held + 20 // (rank + 1) for rank, held in enumerate(peak_in_flight(schedule))]
 
 
@@ -187,6 +187,6 @@ def test_search_says_what_would_fit(stages, per_rank, limit, message):
         first_fit(stages, 8, memory_limit=limit, stages_per_rank=per_rank)
 
 
-def test_search_refuses_sizes_that_make_no_sense():
+def test_search_refuses_invalid_sizes():
     with pytest.raises(ScheduleError, match="5 stages cannot be dealt out by 2 a rank"):
         search(5, 8, cost(5), FAST, stages_per_rank=2)

@@ -1,10 +1,10 @@
-"""The fast clock says what the simulator says."""
+"""The fast clock agrees with the simulator."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpipe.network.link import Link, Network
+from dpipe.network.link import Interface, Link, Network
 from dpipe.schedule.generate import generate
 from dpipe.search.clock import Pipeline, Replay, programs_of, schedule_of
 from dpipe.timeline.cost import Cost
@@ -16,6 +16,9 @@ NETWORKS = st.builds(
     Network,
     default=LINK,
     links=st.dictionaries(st.sampled_from([(0, 1), (1, 0), (1, 2), (2, 1), (2, 0)]), LINK),
+    interfaces=st.sampled_from(
+        [(), (Interface((0, 2)),), (Interface((1, 2), 0.7),), (Interface((0, 1, 2)),)]
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""The search beside exact optima, in the model that the simulator simulates."""
+"""The search compared with exact optima, under the simulator's model."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Every decoder of what comes from elsewhere, once: `DECODERS`. Hypothesis feeds each with broken
-inputs, a minute in `test_decoders.py` and an hour in `scripts/fuzz`.
+"""`DECODERS`: every decoder of external input. Hypothesis feeds each of them broken inputs, for a
+minute in `test_decoders.py` and an hour in `scripts/fuzz`.
 
 To add one: a `Decoder` with its name, a function of bytes, the errors that it may raise, inputs
 that it accepts, and the product's functions that it goes through. `test_decoders.py` fails for a
@@ -60,17 +60,16 @@ from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.text import from_csv, to_csv
-from dpipe.session import greeting
+from dpipe.session import greeting, grpc_stream
 from dpipe.session.frames import Frames
 from dpipe.session.session import LinkSession
-from dpipe.session.stream import Stream
+from dpipe.session.stream import SocketStream
 from dpipe.store import checkpoint, identity
 from dpipe.store.checkpoint_part import PART
 from dpipe.store.run_folder import load_configuration
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
-from dpipe.transport import grpc as grpc_transport
 from dpipe.wire import message
 from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS
@@ -108,7 +107,7 @@ def complaint_of(decoder: Decoder, data: bytes) -> str | None:
     return None
 
 
-# How broken inputs are made
+# Making broken inputs
 
 _ODD_JSON = st.recursive(
     st.none()
@@ -277,9 +276,15 @@ def _from_coordinator() -> list[bytes]:
 
 def _hello(data: bytes) -> object:
     """What a dialler says of itself in the metadata of a call."""
-    metadata = [(grpc_transport._HELLO_KEY, data)]
+    metadata = [(grpc_stream._HELLO_KEY, data)]
     context: Any = SimpleNamespace(invocation_metadata=lambda: metadata)
-    return grpc_transport._hello_of(context)
+    return grpc_stream.hello_of(context)
+
+
+def _grpc_greeting(data: bytes) -> object:
+    """What somebody answers who was dialled over gRPC."""
+    hello = Hello(protocol=1, from_rank=1)
+    return grpc_stream._greeted(hello, data, b"")
 
 
 def _joins(data: bytes) -> object:
@@ -313,7 +318,7 @@ def _resumable(data: bytes) -> object:
     """What the other end of a link writes."""
     ours, theirs = socket.socketpair()
     session = LinkSession(8.0, may_resume=lambda: False)
-    session.attach(Frames(Stream(ours)), 0, 0)
+    session.attach(Frames(SocketStream(ours)), 0, 0)
     into = bytearray(64)
     with ours, theirs:
         theirs.sendall(data[:60_000])
@@ -409,7 +414,14 @@ WIRE = [
         _hello,
         (),
         lambda: [Hello(protocol=1, from_rank=1).SerializeToString()],
-        ("dpipe.transport.grpc:_hello_of",),
+        ("dpipe.session.grpc_stream:hello_of",),
+    ),
+    Decoder(
+        "greeting of a gRPC transport",
+        _grpc_greeting,
+        (TransferError,),
+        lambda: [Greeting(hello=Hello(protocol=1, from_rank=1), secret=b"x").SerializeToString()],
+        ("dpipe.session.grpc_stream:_greeted",),
     ),
     Decoder(
         "configuration of a rank that joins",
@@ -424,7 +436,7 @@ WIRE = [
     _schema("place", shared.PLACE, {"machine": "a", "name": "b", "port": 7}),
     _schema("embedded server", shared.EMBEDDED, {"session": "0" * 16, "port": 7}),
     _schema("port of a store", shared.STORE_PORT, 7),
-    _schema("machine", shared.MACHINE, ["a", 7]),
+    _schema("machine", shared.MACHINE, ["a", [0, 7]]),
     _schema("held-out losses", trainer._LOSSES, [1.0, None]),
     _schema("part of a checkpoint", PART, _PART),
     _schema("run of rank 0", identity.RUN, {**_RUN, "start": "0" * 16}, None),
@@ -624,7 +636,7 @@ RUN_FOLDER = [
     ),
 ]
 
-# What people write, and give each other
+# Files that people share
 
 _MACHINES = """
 [measured]
@@ -697,7 +709,7 @@ forward_ms = [1, 2]
 """
 _HOSTS = """
 user = "ubuntu"
-meeting_port = 7001
+coordinator_port = 7001
 [[host]]
 address = "18.185.3.4"
 advertise = "10.0.0.4"
@@ -727,7 +739,7 @@ def _applied(path: Path) -> object:
 
 
 def _cached(name: str, data: bytes) -> object:
-    """A damaged cache is made anew, so that the tokens are those of the text whatever it holds."""
+    """A damaged cache is rebuilt, so the tokens are always those of the text."""
     folder = Path(_KEPT.name)
     text = folder / "text.txt"
     text.write_text("some text " * 30)
@@ -815,7 +827,7 @@ FILES = [
 
 DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
 
-# Functions that parse what this machine, or this process, has made itself.
+# Functions that parse data from this machine or this process.
 OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",

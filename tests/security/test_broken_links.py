@@ -1,5 +1,5 @@
-"""A link that stumbles does not end a run: connections between two ranks are cut, reset, swallowed
-and delayed by a proxy, and every byte arrives once and in order.
+"""A broken connection does not end a run: a proxy cuts, resets, swallows and delays connections
+between two ranks, and every byte arrives once and in order.
 """
 
 import os
@@ -23,22 +23,32 @@ from dpipe.errors import JoinError, PeerLost, TransferError
 from dpipe.session import greeting
 from dpipe.session.frames import Frames
 from dpipe.session.session import LinkSession
-from dpipe.session.stream import Stream
+from dpipe.session.stream import SocketStream
+from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.mesh import PROTOCOL
+from dpipe.transport.sessions import SessionMesh
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
+Kind = type[TcpTransport | GrpcTransport]
 LARGE = TensorSpec((1_000_000,), torch.int64)
+
+
+both_kinds = pytest.mark.parametrize("kind", [TcpTransport, GrpcTransport])
 
 
 @contextmanager
 def linked(
-    *, reset_after: float = float("inf"), seed: int = 0, **options: Any
-) -> Iterator[tuple[TcpTransport, TcpTransport, BrokenPath]]:
+    kind: Kind = TcpTransport,
+    *,
+    reset_after: float = float("inf"),
+    seed: int = 0,
+    **options: Any,
+) -> Iterator[tuple[SessionMesh, SessionMesh, BrokenPath]]:
     """Rank 0 dials rank 1 through a path that can break."""
-    ends = [TcpTransport(rank, **{"heartbeat_s": 8.0, **options}) for rank in (0, 1)]
+    ends = [kind(rank, **{"heartbeat_s": 8.0, **options}) for rank in (0, 1)]
     with BrokenPath(ends[1].port, reset_after=reset_after, seed=seed) as path:
         addresses = {0: None, 1: path.address}
         other = threading.Thread(target=ends[1].connect, args=(addresses, [0]))
@@ -59,9 +69,10 @@ def numbered(number: int, size: int = LARGE.shape[0]) -> torch.Tensor:
     return torch.arange(number, number + size)
 
 
+@both_kinds
 @pytest.mark.parametrize("connections", [1, 3])
-def test_link_goes_on_after_a_reset_amid_a_message(connections: int) -> None:
-    with linked(connections=connections) as (first, second, path):
+def test_link_goes_on_after_a_reset_amid_a_message(kind: Kind, connections: int) -> None:
+    with linked(kind, connections=connections) as (first, second, path):
         path.delay_s = 0.001
         sends = [first.send(numbered(i), 1, str(i)) for i in range(10)]
         for i in range(10):
@@ -74,14 +85,14 @@ def test_link_goes_on_after_a_reset_amid_a_message(connections: int) -> None:
 
 
 def sizes_of(number: int) -> int:
-    """From nothing to some megabytes."""
+    """Sizes from 0 to some megabytes."""
     return random.Random(number).choice([0, 1, 7, 1000, 100_000, 500_000])
 
 
-def stream_both_ways(first: TcpTransport, second: TcpTransport, count: int) -> None:
+def stream_both_ways(first: SessionMesh, second: SessionMesh, count: int) -> None:
     """Each end sends `count` tensors, changes each as soon as it may, and checks what comes."""
 
-    def run(end: TcpTransport, peer: int) -> None:
+    def run(end: SessionMesh, peer: int) -> None:
         leaving = deque()
         for number in range(count):
             size = sizes_of(number)
@@ -100,19 +111,23 @@ def stream_both_ways(first: TcpTransport, second: TcpTransport, count: int) -> N
             done.result(timeout=100)
 
 
+@both_kinds
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("connections", [1, 3])
-def test_bytes_arrive_once_and_in_order_whatever_is_reset(seed: int, connections: int) -> None:
-    with linked(connections=connections, reset_after=3e6, seed=seed) as (first, second, path):
+def test_bytes_arrive_once_and_in_order_whatever_is_reset(
+    kind: Kind, seed: int, connections: int
+) -> None:
+    with linked(kind, connections=connections, reset_after=3e6, seed=seed) as (first, second, path):
         stream_both_ways(first, second, 60)
         path.heal()
         assert path.num_resets > 2
 
 
-def test_resets_leave_no_thread_and_no_descriptor() -> None:
+@both_kinds
+def test_resets_leave_no_thread_and_no_descriptor(kind: Kind) -> None:
     threads = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
-    with linked(connections=2, reset_after=1e6) as (first, second, path):
+    with linked(kind, connections=2, reset_after=1e6) as (first, second, path):
         stream_both_ways(first, second, 30)
         path.heal()
         num_threads = len(set(threading.enumerate()) - threads)
@@ -124,9 +139,10 @@ def test_resets_leave_no_thread_and_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_path_that_swallows_what_it_acknowledges_is_left_for_another() -> None:
+@both_kinds
+def test_path_that_swallows_what_it_acknowledges_is_left_for_another(kind: Kind) -> None:
     """It was waited for until timeouts.transfer."""
-    with linked(heartbeat_s=4.0) as (first, second, path):
+    with linked(kind, heartbeat_s=4.0) as (first, second, path):
         stream_both_ways(first, second, 3)
         path.swallow()
         start = time.monotonic()
@@ -146,8 +162,9 @@ def test_path_that_loses_large_packets_is_dialled_in_smaller_segments(sender: in
         assert ends[0]._links[1].connections[0].segment == 1200
 
 
-def test_cut_of_more_than_a_silence_is_waited_out() -> None:
-    with linked(heartbeat_s=8.0) as (first, second, path):
+@both_kinds
+def test_cut_of_more_than_a_silence_is_waited_out(kind: Kind) -> None:
+    with linked(kind, heartbeat_s=8.0) as (first, second, path):
         pending = second.recv(LARGE, 0, "x")
         path.cut()
         first.send(numbered(5), 1, "x")
@@ -155,8 +172,9 @@ def test_cut_of_more_than_a_silence_is_waited_out() -> None:
         assert torch.equal(pending.wait(), numbered(5))
 
 
-def test_cut_of_more_than_a_heartbeat_loses_the_peer_and_says_for_how_long() -> None:
-    with linked(heartbeat_s=1.0) as (first, second, path):
+@both_kinds
+def test_cut_of_more_than_a_heartbeat_loses_the_peer_and_says_for_how_long(kind: Kind) -> None:
+    with linked(kind, heartbeat_s=1.0) as (first, second, path):
         pending = [first.recv(LARGE, 1, "x"), second.recv(LARGE, 0, "x")]
         path.cut()
         for end, peer in ((0, 1), (1, 0)):
@@ -167,8 +185,9 @@ def test_cut_of_more_than_a_heartbeat_loses_the_peer_and_says_for_how_long() -> 
                 pending[end].wait()
 
 
-def test_end_that_is_held_back_for_long_is_not_dialled_again() -> None:
-    with linked(heartbeat_s=1.0, buffer_bytes=1000) as (first, second, path):
+@both_kinds
+def test_end_that_is_held_back_for_long_is_not_dialled_again(kind: Kind) -> None:
+    with linked(kind, heartbeat_s=1.0, buffer_bytes=1000) as (first, second, path):
         sends = [first.send(numbered(i), 1, str(i)) for i in range(8)]
         time.sleep(1.5)
         for i, send in enumerate(sends):
@@ -177,11 +196,11 @@ def test_end_that_is_held_back_for_long_is_not_dialled_again() -> None:
         assert path.num_connections == 1
 
 
-# Who may go on with a link
+# Who may resume a link
 
 
 def intruder(path: BrokenPath, secret: bytes, *, received: int = 0) -> str:
-    """Why one who says that it is rank 0, which dials again, is refused."""
+    """The reason for which an intruder that claims to be rank 0 is refused."""
     hello = Hello(
         protocol=PROTOCOL,
         from_rank=0,
@@ -246,7 +265,7 @@ def test_link_with_certificates_goes_on_after_resets(authority) -> None:
 def test_acknowledgement_of_what_was_not_sent_breaks_the_link() -> None:
     here, there = socket.socketpair()
     session = LinkSession(8.0)
-    session.attach(Frames(Stream(here)), 0, 0)
+    session.attach(Frames(SocketStream(here)), 0, 0)
     there.sendall(struct.pack(">IQ", 1, 5) + b"x")
     with there, pytest.raises(TransferError, match="it says that 5 bytes have arrived, of 0"):
         session.read(memoryview(bytearray(1)))

@@ -1,4 +1,4 @@
-"""A run is not resumed as another one without a word."""
+"""A run is not silently resumed as a different one."""
 
 import json
 from collections.abc import Callable
@@ -40,10 +40,10 @@ def override(key: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("key", "value"), ANOTHER_RUN)
-def test_resume_with_what_makes_another_run_is_refused(
+def test_resume_with_keys_of_another_run_is_refused(
     tiny: Make, run: Path, key: str, value: Any
 ) -> None:
-    """It went on without a word."""
+    """It was resumed silently."""
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     config = tiny(train__steps=5, **override(key, value))
     with pytest.raises(ConfigError, match=rf"run is a run of another configuration: {key} was "):
@@ -51,7 +51,7 @@ def test_resume_with_what_makes_another_run_is_refused(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_what_is_meant_is_changed_and_said(tiny: Make, run: Path) -> None:
+def test_change_that_is_named_is_made_and_logged(tiny: Make, run: Path) -> None:
     config = tiny(train__steps=5, train__seed=1, train__learning_rate=0.5)
     with pytest.raises(ConfigError, match=r"another configuration: train\.seed was 0 and is 1; le"):
         dpipe.train(config, resume=run, change=["train.learning_rate"])
@@ -60,7 +60,7 @@ def test_what_is_meant_is_changed_and_said(tiny: Make, run: Path) -> None:
     log = (run / "logs/rank-0.log").read_text()
     assert "resumed with another configuration: train.seed was 0 and is 1" in log
     assert "train.steps was 3 and is 5" in log
-    # from now on that is the run's own
+    # from now on it is the run's configuration
     dpipe.train(config.with_(train__steps=6), resume=run)
 
 
@@ -74,11 +74,13 @@ def test_what_is_meant_is_changed_and_said(tiny: Make, run: Path) -> None:
     ],
     ids=["cut", "replicas", "transport", "places"],
 )
-def test_where_and_how_fast_may_differ(tiny: Make, run: Path, change: dict[str, Any]) -> None:
+def test_keys_without_effect_on_training_may_differ(
+    tiny: Make, run: Path, change: dict[str, Any]
+) -> None:
     refuse_changes(tiny(**change), ())
 
 
-def test_key_that_is_none_is_named(tiny: Make, run: Path) -> None:
+def test_unknown_key_is_named(tiny: Make, run: Path) -> None:
     with pytest.raises(ConfigError, match=r"--change train\.sead: there is no such key"):
         dpipe.train(tiny(train__steps=5), resume=run, change=["train.sead"])
 

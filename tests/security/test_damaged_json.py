@@ -1,5 +1,5 @@
-"""JSON in a run's folder that is damaged, absurd or somebody's joke: an error that names the file,
-and no traceback.
+"""JSON in a run's folder that is damaged or absurd: an error that names the file, and no
+traceback.
 """
 
 import copy
@@ -113,7 +113,7 @@ def test_state_of_a_wrong_type_is_named(
         {"loss_scale": 2.0},
     ],
 )
-def test_loss_scale_that_is_none_is_named(state: dict[str, Any]) -> None:
+def test_invalid_loss_scale_is_named(state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"the checkpoint's (loss_scale|good_steps) is"):
         LossScale(True).restore(state)
 

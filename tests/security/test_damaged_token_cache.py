@@ -1,4 +1,4 @@
-"""A byte that flips in the token cache trains on no other text: the cache is made anew."""
+"""A flipped byte in the token cache does not change the training text: the cache is rebuilt."""
 
 import logging
 import os
@@ -62,7 +62,7 @@ def test_flipped_byte_is_noticed_and_mended(
 
 @pytest.mark.parametrize("size", [0, 1, 17, 100_000])
 def test_cache_of_another_length_is_made_anew(size: int, caplog: pytest.LogCaptureFixture) -> None:
-    expected = corpus().tokens.copy()  # who has the file mapped while it shrinks is killed
+    expected = corpus().tokens.copy()  # a process that has a shrinking file mapped is killed
     os.truncate(cached("tokens.bin"), size)
     assert np.array_equal(corpus().tokens, expected)
     assert "it is made anew" in caplog.text
@@ -93,7 +93,7 @@ def test_disk_that_gives_other_bytes_than_it_got_is_not_used(
 
 
 def test_who_reads_a_cache_that_is_replaced_keeps_it() -> None:
-    """And several processes may mend it at once."""
+    """Several processes may rebuild it at the same time."""
     whole = corpus()
     before = whole.tokens.copy()
     flip(cached("corpus.json"), 20)

@@ -1,4 +1,4 @@
-"""No input makes a decoder raise what it does not promise, hang, or fall."""
+"""No input makes a decoder raise an undeclared error, hang, or crash."""
 
 import ast
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from dpipe.wire.format import FORMATS, Format
 from dpipe.wire.spec import TensorSpec
 
 EXAMPLES = 120  # of each decoder, half a minute for all of them
-# What turns bytes into values.
+# Functions that turn bytes into values.
 PARSERS = {
     "json.loads",
     "tomllib.loads",
@@ -33,7 +33,7 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
-def test_decoder_takes_what_it_says_that_it_takes(decoder: Decoder) -> None:
+def test_decoder_accepts_its_examples(decoder: Decoder) -> None:
     for seed in decoder.seeds():
         try:
             decoder.decode(seed)
@@ -42,7 +42,7 @@ def test_decoder_takes_what_it_says_that_it_takes(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
-def test_broken_input_is_refused_in_the_words_of_its_room(decoder: Decoder) -> None:
+def test_broken_input_is_refused_with_the_rooms_own_error(decoder: Decoder) -> None:
     @settings(
         max_examples=max(2, EXAMPLES // decoder.share),
         suppress_health_check=list(HealthCheck),
@@ -60,7 +60,7 @@ def test_broken_input_is_refused_in_the_words_of_its_room(decoder: Decoder) -> N
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 @given(values=st.lists(st.floats(-60_000, 60_000, width=32), min_size=1, max_size=600))
-def test_what_a_format_decodes_is_near_what_it_encoded(form: Format, values: list[float]) -> None:
+def test_decoded_values_are_near_the_encoded_ones(form: Format, values: list[float]) -> None:
     """The bound that every format keeps; `wire/codec.py` has that of each."""
     sent = torch.tensor(values)
     used = codec(form.name)

@@ -1,5 +1,5 @@
-"""A checkpoint from somebody else reads, writes and removes nothing outside its folder, and does
-not hang who reads it.
+"""A foreign checkpoint cannot read, write or remove anything outside its folder, or hang its
+reader.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None
 
 
 def rename_to(folder: Path, name: str, kind: str = "model") -> None:
-    """The index calls the file of this kind `name`, with its true size and digest."""
+    """Change the file's name in the index to `name`, with its true size and digest."""
 
     def change(index: dict[str, Any]) -> None:
         table = index["weight_map" if kind == "model" else "optimizer_map"]
@@ -74,7 +74,7 @@ def step(tmp_path: Path) -> Path:
 def test_run_does_not_follow_names_out_of_its_checkpoint(
     tiny: Make, losses: Losses, run_ranks: RunRanks, tmp_path: Path, name: str, kind: str
 ) -> None:
-    """Both were read, as long as size and digest were as the index said."""
+    """Both were read if size and digest matched the index."""
     name = name.replace("/ABSOLUTE", str(tmp_path))
     config = tiny()
     losses(config)
@@ -199,10 +199,8 @@ def make_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [make_fifo, make_endless, make_folder])
 @pytest.mark.parametrize("name", ["model-*", "index.json"])
-def test_what_is_no_regular_file_is_not_opened(
-    step: Path, make: Callable[[Path], None], name: str
-) -> None:
-    """The first two hung for ever."""
+def test_only_regular_files_are_opened(step: Path, make: Callable[[Path], None], name: str) -> None:
+    """The first two hung forever."""
     (path,) = step.glob(name)
     path.unlink()
     make(path)

@@ -1,4 +1,4 @@
-"""A configuration from somebody else: refused in words, or predicted quickly."""
+"""A foreign configuration is refused with an error or predicted quickly."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_network_profile_that_is_none_is_refused(tmp_path: Path, text: str, word
     assert len(str(caught.value)) < 1000
 
 
-def test_network_profile_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
+def test_network_profile_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """A trace names its profile: it may be of anything."""
     os.mkfifo(tmp_path / "network.toml")
     with pytest.raises(ProfileError, match="not a regular file"):
@@ -162,7 +162,7 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("table", PLANS, ids=["8 x 8 x 8", "2 x 8 x 32 replicas"])
 def test_plan_for_512_gpus_is_predicted(table: dict[str, Any]) -> None:
-    """On any machine."""
+    """On a machine of any size."""
     with quickly(120, 2500):
         predicted = forecast(build(table))
     assert predicted.step_us > 0
@@ -205,7 +205,7 @@ def test_rank_that_its_machine_does_not_hold_is_not_built(tiny: Make, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_who_knows_better_says_what_a_rank_may_hold(tiny: Make) -> None:
+def test_memory_limit_of_the_user_overrides_the_prediction(tiny: Make) -> None:
     from dpipe.plan.machine import refuse_more_than_machine
 
     config = tiny(**HUGE)

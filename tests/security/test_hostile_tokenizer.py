@@ -1,4 +1,4 @@
-"""A tokenizer.json from somebody else: whatever it does, it does to a process of its own."""
+"""A foreign tokenizer.json can only harm the process that applies it."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def saved(folder: Path, table: dict[str, Any]) -> str:
 
 
 def refused(name: str, text: str) -> str:
-    """What is said, in one line."""
+    """The error, in one line."""
     with quickly(), pytest.raises(DataError, match=r"data\.tokenizer ") as caught:
         open_tokenizer(name).encode(text)
     assert str(caught.value).isprintable()
@@ -52,7 +52,7 @@ def replaced(pattern: str, content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
-def test_tokenizer_that_is_none_of_these_is_applied(tmp_path: Path, plain: dict[str, Any]) -> None:
+def test_harmless_tokenizer_is_applied(tmp_path: Path, plain: dict[str, Any]) -> None:
     tokenizer = open_tokenizer(saved(tmp_path, plain))
     assert tokenizer.encode("b a x") == [1, 0, 2]
     assert list(tokenizer.encode_each(["a", "", "b"])) == [[0], [], [1]]
@@ -151,7 +151,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     assert "utf-8" in refused(str(tmp_path / "tokenizer.json"), "a")
 
 
-def test_pattern_that_is_none_is_refused(tmp_path: Path, plain: dict[str, Any]) -> None:
+def test_invalid_pattern_is_refused(tmp_path: Path, plain: dict[str, Any]) -> None:
     plain["pre_tokenizer"] = split_at("(")
     assert "tokenizer.json that can be used" in refused(saved(tmp_path, plain), "a")
 
@@ -174,7 +174,7 @@ def test_file_without_an_end_is_not_read(tmp_path: Path) -> None:
             vocabulary(str(tmp_path / name))
 
 
-def test_words_of_the_file_cannot_write_to_the_terminal(
+def test_text_of_the_file_cannot_control_the_terminal(
     tmp_path: Path, plain: dict[str, Any]
 ) -> None:
     evil = copy.deepcopy(plain)

@@ -1,6 +1,4 @@
-"""`dpipe trace` of a folder from somebody else: counts are checked before anything is made of
-them.
-"""
+"""`dpipe trace` of a foreign folder: counts are checked before they are used."""
 
 import json
 from pathlib import Path
@@ -51,7 +49,7 @@ def change(path: Path, keys: tuple[Any, ...], value: Any) -> None:
     path.write_text(json.dumps(table))
 
 
-def test_trace_of_which_nothing_was_changed_is_written(run: Path) -> None:
+def test_unchanged_trace_is_written(run: Path) -> None:
     assert json.loads(write_chrome(run).read_text())["traceEvents"]
 
 

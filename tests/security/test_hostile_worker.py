@@ -1,4 +1,4 @@
-"""A token holder that describes a stage to a parameter server which nobody has."""
+"""A worker with the token that describes an impossible stage to a parameter server."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def attend(serving: ParameterServer, spec: FlatSpec, rule: StepRule = RULE) -> N
         client.close()
 
 
-def test_stage_that_is_described_as_it_is_is_taken(serving: ParameterServer) -> None:
+def test_stage_with_a_true_description_is_accepted(serving: ParameterServer) -> None:
     attend(serving, FlatSpec((ParameterSpec("layers.0.w", 0, 1, True),), 16))
     assert serving.standing == {0: 0}
 

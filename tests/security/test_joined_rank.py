@@ -1,5 +1,5 @@
-"""What a rank that has joined can do to the others. It has the token, and speaks the protocol as
-it likes; each test does to a real server what must not work.
+"""What a rank that has joined can do to the others. It has the token, and can send anything; each
+test tries an attack on a real server.
 """
 
 import contextlib
@@ -33,9 +33,8 @@ from dpipe.errors import JoinError, RunAborted, TransferError
 from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
 from dpipe.run.parameter_servers import _beside
-from dpipe.session import greeting
+from dpipe.session import greeting, grpc_stream
 from dpipe.store.run_folder import keep_upload
-from dpipe.transport import grpc as transport_grpc
 from dpipe.wire.message import Header
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.spec import TensorSpec
@@ -86,7 +85,7 @@ class Attack:
         stack.callback(self.honest.close)
 
     def outcome(self) -> str:
-        """Why the run ended, as the honest rank hears it."""
+        """The reason for which the run ended, as the honest rank receives it."""
         with pytest.raises(RunAborted) as raised:
             self.honest.gather("never complete", b"").wait(20)
         return str(raised.value)
@@ -132,13 +131,13 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ekcatta\r"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202ekcatta\r"
 
 
-def test_reason_of_a_failure_commands_no_terminal(attack: Attack) -> None:
+def test_reason_of_a_failure_cannot_control_the_terminal(attack: Attack) -> None:
     forged = "2026-01-01 00:00:00,000 rank 0 step 7 loss 0.0001, 1.00 ms a sample"
     attack.evil.send(failure=pb.Failure(reason=f"{ESCAPES}\n{forged}"))
     assert attack.outcome() == f"rank 1 failed: {SHOWN}\n  {forged}"
 
 
-def test_names_of_uploads_command_no_terminal(attack: Attack) -> None:
+def test_names_of_uploads_cannot_control_the_terminal(attack: Attack) -> None:
     attack.evil.send(upload=pb.Upload(kind=ESCAPES))
     reason = attack.outcome()
     assert reason.isprintable()
@@ -146,7 +145,7 @@ def test_names_of_uploads_command_no_terminal(attack: Attack) -> None:
 
 
 @pytest.mark.parametrize("shared", [{ESCAPES: 1}, {"train.steps": ESCAPES}])
-def test_configuration_commands_no_terminal(shared: dict[str, object]) -> None:
+def test_configuration_cannot_control_the_terminal(shared: dict[str, object]) -> None:
     with ExitStack() as stack:
         server = CoordinatorServer(2)
         stack.callback(server.close, wait_s=0.0)
@@ -158,26 +157,26 @@ def test_configuration_commands_no_terminal(shared: dict[str, object]) -> None:
     assert "owned" in str(raised.value)
 
 
-def test_address_commands_no_terminal() -> None:
-    """Each rank's address is told to all, and is in what they say of that rank."""
+def test_address_cannot_control_the_terminal() -> None:
+    """Each rank's address is sent to all ranks, and is in their messages about that rank."""
     join = pb.Join(advertised=f"{ESCAPES}:1", rank=1)
     (heard,) = frame.assemble(
         frame.cut(pb.ToCoordinator(join=join)), pb.ToCoordinator, lambda kind: 1000
     )
     assert heard.join.advertised == f"{SHOWN}:1"
     welcome = pb.Welcome(addresses=[pb.Address(), pb.Address(advertised=ESCAPES)])
-    (told,) = frame.assemble(
+    (answer,) = frame.assemble(
         frame.cut(pb.FromCoordinator(welcome=welcome)), pb.FromCoordinator, lambda kind: 1000
     )
-    assert told.welcome.addresses[1].advertised == SHOWN
+    assert answer.welcome.addresses[1].advertised == SHOWN
 
 
-def test_tag_of_a_tensor_commands_no_terminal() -> None:
+def test_tag_of_a_tensor_cannot_control_the_terminal() -> None:
     header = Header(0, ESCAPES, TensorSpec((2,), torch.float32))
     assert Header.decode(header.encode()).tag == SHOWN
 
 
-def test_refusal_of_a_greeting_commands_no_terminal() -> None:
+def test_refusal_of_a_greeting_cannot_control_the_terminal() -> None:
     here, there = socket.socketpair()
     deadline = time.monotonic() + 10
 
@@ -195,7 +194,7 @@ def test_refusal_of_a_greeting_commands_no_terminal() -> None:
     assert str(raised.value) == SHOWN
 
 
-def test_details_of_a_broken_stream_command_no_terminal() -> None:
+def test_details_of_a_broken_stream_cannot_control_the_terminal() -> None:
     """As a peer's gRPC server may write them."""
 
     class Broken(grpc.RpcError, grpc.Call):
@@ -203,7 +202,7 @@ def test_details_of_a_broken_stream_command_no_terminal() -> None:
         details = staticmethod(lambda: ESCAPES)
 
     Broken.__abstractmethods__ = frozenset()
-    assert transport_grpc._reason(Broken(), opened=True) == SHOWN
+    assert grpc_stream.why_ended(Broken()) == SHOWN
 
 
 # Sizes and counts
@@ -312,8 +311,8 @@ def fuzzed() -> Iterator[CoordinatorServer]:
     server.close(wait_s=0.0)
 
 
-def test_rank_that_asks_and_never_listens_is_put_out(fuzzed: CoordinatorServer) -> None:
-    """Without a network, whose buffers would take the first answers."""
+def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> None:
+    """Without a network, because its buffers would take the first answers."""
     fuzzed._membership = Membership(2, heartbeat_s=1e9, join_s=1e9, now=0.0)
     honest: list[pb.FromCoordinator | None] = []
     first, second = (
@@ -329,7 +328,7 @@ def test_rank_that_asks_and_never_listens_is_put_out(fuzzed: CoordinatorServer) 
 
 @settings(max_examples=300)
 @given(joins=st.booleans(), messages=st.lists(MESSAGES, max_size=8), garbage=st.binary(max_size=9))
-def test_whatever_a_rank_says_the_server_has_an_answer(
+def test_server_answers_any_message_of_a_rank(
     fuzzed: CoordinatorServer, joins: bool, messages: list[pb.ToCoordinator], garbage: bytes
 ) -> None:
     """Not a traceback; and what it tells the others is text that commands no terminal."""
@@ -347,7 +346,7 @@ def test_whatever_a_rank_says_the_server_has_an_answer(
     assert set(fuzzed._membership.members) <= {0}
 
 
-# Shapes: a rank that runs dpipe, but for what it shares
+# Shapes: a rank that runs dpipe but shares something else
 
 
 def sends_instead(monkeypatch: pytest.MonkeyPatch, key: str, payload: bytes) -> None:

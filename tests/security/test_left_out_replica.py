@@ -1,4 +1,4 @@
-"""One replica poisons a step: with data_parallel.reject the others go on without it."""
+"""One replica poisons a step: with data_parallel.reject the others continue without it."""
 
 import threading
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def losses(config: Config) -> list[float]:
 
 
 def check_equal(poison: Poison, config: Config) -> None:
-    """All replicas hold the same, and both ends of a tied weight are one, to the last bit."""
+    """All replicas, and both ends of a tied weight, are equal to the last bit."""
     per_replica = config.world_size // config.data_parallel.replicas
     for (rank, index), stage in poison.stages.items():
         first = poison.stages[rank % per_replica, index]
@@ -175,7 +175,7 @@ def test_step_that_is_bad_on_all_replicas_ends_the_run(
     assert "is not finite; lower train.learning_rate" in str(errors[0])
 
 
-def test_without_the_key_a_poisoned_step_ends_the_run(
+def test_poisoned_step_ends_the_run_without_the_key(
     replicated: Make, run_ranks: Run, poison: Poison
 ) -> None:
     config = replicated("unset", 2, data_parallel__reject=None)
@@ -219,7 +219,9 @@ def test_step_is_shown_and_logged_though_no_row_is_due(
         ({"train": {"precision": "fp16"}}, r'does not go with train\.precision = "fp16"'),
     ],
 )
-def test_what_cannot_leave_a_replica_out_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_configurations_without_support_for_reject_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
     replicas = {"kind": "all-reduce", "replicas": 2, "reject": "nonfinite"}
     table = {**settings, "data_parallel": replicas | settings.get("data_parallel", {})}
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,4 @@
-"""The folder of a run from somebody else: nothing is written to where its links lead."""
+"""A foreign folder of a run: nothing is written through its links."""
 
 import os
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_folder_that_is_a_link_is_not_written_into(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_log_that_nobody_reads_is_not_waited_for(tiny: Make, tmp_path: Path) -> None:
+def test_log_that_is_a_pipe_is_not_waited_for(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "run/logs").mkdir(parents=True)
     os.mkfifo(tmp_path / "run/logs/rank-0.log")
     with pytest.raises(ConfigError, match="no regular file"):

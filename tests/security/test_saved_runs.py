@@ -1,4 +1,4 @@
-"""What a run has saved is neither lost to another run, nor mistaken for its own."""
+"""The checkpoints of a run are not deleted by another run, nor mistaken for its own."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SECOND = RunIdentity("fedcba9876543210", "/runs/second", "there")
 
 @pytest.fixture(params=["file", "memory", "plain"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A place that several runs reach."""
+    """A URL that several runs share."""
     if request.param == "memory":
         yield f"memory://{tmp_path.name}"
         fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
@@ -49,7 +49,7 @@ def content(url: str) -> dict[str, bytes]:
 
 
 def strip_identity(url: str) -> None:
-    """As it was before runs had an id."""
+    """Make it a checkpoint from before runs had an id."""
     fs, root = fsspec.url_to_fs(url)
     fs.rm_file(f"{root}/run.json")
     for path in fs.glob(f"{root}/step-*/index.json"):
@@ -120,7 +120,7 @@ def test_checkpoint_of_another_run_that_was_put_among_ones_own_is_refused(
 
 
 def test_pruning_leaves_what_another_run_wrote(tiny: Make, losses: Losses, tmp_path: Path) -> None:
-    """However it came there."""
+    """However it got there."""
     first = tiny(run__folder=str(tmp_path / "first"), train__steps=5)
     second = tiny(run__folder=str(tmp_path / "second"), run__keep=1, train__steps=3)
     losses(first)
@@ -252,7 +252,7 @@ def test_checkpoints_of_before_at_a_url_are_not_taken_by_a_folder_without_a_run(
 def test_machine_that_replaces_a_lost_one_takes_up_the_run(
     tiny: Make, losses: Losses, tmp_path: Path, url: str
 ) -> None:
-    """Its folder is empty, and it is told to resume: there is no run to confuse this one with."""
+    """Its folder is empty, and it resumes: there is no other run to confuse this one with."""
     config = tiny(run__checkpoint_url=url, train__decay="none")
     losses(config)
     identity = identity_of(tmp_path / "run")
@@ -266,7 +266,7 @@ def test_machine_that_replaces_a_lost_one_takes_up_the_run(
     ["", "[]", "{}", "[" * 100_000, '{"id": "../x", "folder": "", "host": ""}', '{"id": 1}'],
     ids=["empty", "list", "no keys", "deep", "no id", "number"],
 )
-def test_identity_that_is_none_is_damage(tiny: Make, tmp_path: Path, text: str) -> None:
+def test_invalid_identity_is_reported_as_damage(tiny: Make, tmp_path: Path, text: str) -> None:
     config = tiny()
     open_folder(config, resume=False)
     (tmp_path / "run/run.json").write_text(text)
@@ -282,7 +282,7 @@ def test_name_of_a_run_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_place_that_takes_no_claim_is_named(tmp_path: Path) -> None:
+def test_url_that_cannot_be_claimed_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write .*run\.json.*set run\.checkpoint_url"):
         claim(str(tmp_path / "file" / "below"), FIRST, takes_unmarked=False)
@@ -317,7 +317,7 @@ def test_older_of_two_copies_of_a_run_ends_at_its_next_checkpoint(
     assert latest(url) == 2
 
 
-def test_run_that_is_started_again_is_not_held_for_its_copy(
+def test_restarted_run_is_not_mistaken_for_a_copy(
     tiny: Make, losses: Losses, tmp_path: Path, url: str
 ) -> None:
     config = tiny(run__checkpoint_url=url, train__decay="none")

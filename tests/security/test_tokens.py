@@ -1,4 +1,4 @@
-"""Tokens: compared in constant time, changed while a run goes on, said where they go in clear."""
+"""Tokens: compared in constant time, changed during a run, with a warning if sent in the clear."""
 
 import ast
 import os
@@ -60,7 +60,7 @@ def test_token_is_changed_while_the_coordinator_goes_on(tmp_path: Path) -> None:
             meet(0, second)
         first.hold("old", "new")
         rank = meet(0, second)
-        # Who is in stays in; who comes with the old token is kept out by the new one alone.
+        # Members stay; a newcomer with the old token is refused once only the new one is accepted.
         first.hold("new")
         second.hold("old")
         with pytest.raises(JoinError, match="wrong token"):
@@ -133,7 +133,7 @@ def test_configuration_names_the_file_or_the_token(tmp_path: Path, tiny: Make) -
         build({"node": {"token": "a", "token_file": "b"}})
 
 
-def test_run_goes_by_a_token_file(
+def test_run_uses_a_token_file(
     tiny: Make, losses: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("a token\nanother\n")
@@ -163,7 +163,7 @@ def comparisons(source: str) -> list[str]:
     return found
 
 
-def test_no_secret_is_compared_in_a_time_that_tells_of_it() -> None:
+def test_secrets_are_compared_in_constant_time() -> None:
     assert comparisons("if shown == self._token: pass") == ["shown == self._token"]
     assert comparisons("hmac.compare_digest(shown, token)") == []
     wrong = {
@@ -178,8 +178,8 @@ def test_no_secret_is_compared_in_a_time_that_tells_of_it() -> None:
 def test_every_kind_of_connection_says_that_its_token_goes_in_clear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each opens its channels by `open_channel`, where the warning is; TCP links prove the token
-    and never send it.
+    """All channels are opened by `open_channel`, which warns; TCP links prove the token and never
+    send it.
     """
     opening = {
         str(path.relative_to(ROOT / "dpipe"))

@@ -1,4 +1,4 @@
-"""A configuration, or a run, from somebody else runs no code that its reader does not know."""
+"""A foreign configuration or run does not run code that the reader has not approved."""
 
 import json
 import os
@@ -31,7 +31,7 @@ MODEL = (
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What the stranger's code makes when it runs."""
+    """A file that the stranger's code makes when it runs."""
     return tmp_path / "mark"
 
 
@@ -108,7 +108,7 @@ def test_run_of_a_stranger_is_not_used_without_trust(
     stranger: Callable[..., Path], mark: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    dpipe.launch(stranger(pipeline__stages=2), trust_code=True)
+    dpipe.train(stranger(), trust_code=True)
     mark.unlink()
     generate = ("generate", run, "--prompt", "The ", "--tokens", 2)
     resume = (run / "config.json", "-o", "train.steps=4", "--resume", run)

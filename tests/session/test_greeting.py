@@ -63,7 +63,7 @@ def test_proof_cannot_be_used_for_another_hello_or_role() -> None:
     assert len(proofs) == 12
 
 
-def test_caller_with_another_token_is_told_and_not_let_in() -> None:
+def test_caller_with_another_token_is_refused_with_an_error() -> None:
     here, there = socket.socketpair()
     raised: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A session over pairs of sockets, each of which stands for a connection."""
+"""A session over pairs of sockets in place of connections."""
 
 import socket
 import threading
@@ -9,18 +9,18 @@ import pytest
 from dpipe.session.dial import smaller
 from dpipe.session.frames import Frames
 from dpipe.session.session import LinkSession
-from dpipe.session.stream import Stream
+from dpipe.session.stream import SocketStream
 
 Ends = tuple[LinkSession, LinkSession]
 
 
 def attach(ends: Ends) -> None:
-    """A new connection; each end is told what the other one has received."""
+    """A new connection; each end learns what the other one has received."""
     received = [end.detach() for end in ends]
-    for end, sock, arrived, told in zip(
+    for end, sock, arrived, announced in zip(
         ends, socket.socketpair(), reversed(received), received, strict=True
     ):
-        end.attach(Frames(Stream(sock)), arrived, told)
+        end.attach(Frames(SocketStream(sock)), arrived, announced)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def received(end: LinkSession, num_bytes: int) -> bytes:
     return bytes(into)
 
 
-def test_bytes_that_had_not_arrived_are_sent_again_as_they_were(ends: Ends) -> None:
+def test_bytes_that_had_not_arrived_are_sent_again_unchanged(ends: Ends) -> None:
     attach(ends)
     memory = bytearray(b"x" * 10_000)
     kept = ends[0].write(b"head", memoryview(memory))
@@ -51,7 +51,7 @@ def test_bytes_that_had_not_arrived_are_sent_again_as_they_were(ends: Ends) -> N
     assert received(ends[1], 10_000) == b"x" * 10_000
 
 
-def test_what_was_kept_is_let_go_when_it_has_arrived(ends: Ends) -> None:
+def test_kept_bytes_are_freed_when_they_have_arrived(ends: Ends) -> None:
     attach(ends)
     kept = ends[0].write(b"", memoryview(bytearray(10_000)))
     received(ends[1], 10_000)
@@ -61,14 +61,14 @@ def test_what_was_kept_is_let_go_when_it_has_arrived(ends: Ends) -> None:
     assert kept.view is None
 
 
-def test_connection_whose_greeting_is_out_of_date_is_not_taken(ends: Ends) -> None:
-    """It was told of fewer bytes than have come: they would come twice."""
+def test_connection_with_an_outdated_greeting_is_refused(ends: Ends) -> None:
+    """It announces fewer bytes than have arrived: the rest would arrive twice."""
     attach(ends)
     ends[0].write(b"12345", memoryview(b""))
     received(ends[1], 5)
     here, there = socket.socketpair()
     with here, there, pytest.raises(ConnectionError, match="another connection was quicker"):
-        ends[1].attach(Frames(Stream(here)), 0, 0)
+        ends[1].attach(Frames(SocketStream(here)), 0, 0)
 
 
 def test_session_that_is_over_takes_no_connection_and_wakes_its_reader(ends: Ends) -> None:
@@ -88,7 +88,7 @@ def test_session_that_is_over_takes_no_connection_and_wakes_its_reader(ends: End
     assert raised == ["enough"]
     here, there = socket.socketpair()
     with here, there, pytest.raises(ConnectionError, match="enough"):
-        ends[0].attach(Frames(Stream(here)), 0, 0)
+        ends[0].attach(Frames(SocketStream(here)), 0, 0)
     with pytest.raises(ConnectionError, match="it broke off the link"):
         received(ends[1], 1)
 

@@ -1,4 +1,4 @@
-"""A stream by itself, over a pair of sockets; TLS is tried in test_mesh.py."""
+"""A stream alone, over a pair of sockets; TLS is tested in test_mesh.py."""
 
 import socket
 import threading
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpipe.session.stream import Stream, tune
+from dpipe.session.stream import SocketStream, tune
 
-Streams = tuple[Stream, Stream]
+Streams = tuple[SocketStream, SocketStream]
 
 
-def read(stream: Stream, view: memoryview) -> None:
-    """Fill `view`, and let each `receive` fill what is behind its first half."""
+def read(stream: SocketStream, view: memoryview) -> None:
+    """Fill `view`; each `receive` may also fill the bytes after its first half."""
     filled = 0
     while filled < len(view):
         stream.await_bytes(len(view) - filled)
@@ -22,7 +22,7 @@ def read(stream: Stream, view: memoryview) -> None:
 
 @pytest.fixture
 def streams() -> Iterator[Streams]:
-    here, there = map(Stream, socket.socketpair())
+    here, there = map(SocketStream, socket.socketpair())
     yield here, there
     here.close()
     there.close()
@@ -48,8 +48,8 @@ def test_read_beyond_the_end_raises(streams: Streams) -> None:
 @pytest.fixture
 def over_tcp() -> Iterator[Streams]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = Stream(socket.create_connection(listener.getsockname()))
-        there = Stream(listener.accept()[0])
+        here = SocketStream(socket.create_connection(listener.getsockname()))
+        there = SocketStream(listener.accept()[0])
     yield here, there
     here.close()
     there.close()
@@ -65,11 +65,11 @@ def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(
     over_tcp[0].write(sent[:pause_after])
     reader.join(0.05)
     over_tcp[0].write(sent[pause_after:])
-    reader.join(3)  # sooner than it looks around by itself
+    reader.join(3)  # sooner than its own poll
     assert arrived == sent
 
 
-def test_reader_that_waits_for_many_bytes_hears_of_the_end(over_tcp: Streams) -> None:
+def test_reader_that_waits_for_many_bytes_is_woken_by_the_end(over_tcp: Streams) -> None:
     over_tcp[0].write(bytes(1_000))
     over_tcp[0].end()
     with pytest.raises(ConnectionError, match="it closed the connection"):
@@ -80,7 +80,7 @@ def test_shut_wakes_a_reader_here_and_fails_a_writer_there(streams: Streams) -> 
     reader = threading.Thread(target=streams[0].await_bytes, args=[1])
     reader.start()
     streams[0].shut()
-    reader.join(3)  # sooner than it looks around by itself
+    reader.join(3)  # sooner than its own poll
     assert not reader.is_alive()
     with pytest.raises(BrokenPipeError):
         streams[1].write(b"x")
@@ -101,7 +101,9 @@ def test_sockets_take_the_longest_timeouts_of_a_configuration() -> None:
 
 
 def test_stream_that_is_given_up_is_reset_past_what_it_has_not_sent(over_tcp: Streams) -> None:
-    """The end of a stream stands behind bytes that a peer does not take, or a path swallows."""
+    """The end of a stream would wait behind bytes that the peer does not read or the path
+    swallows.
+    """
     while over_tcp[0].can_write():
         over_tcp[0].write(bytes(10_000))
     over_tcp[0].give_up()

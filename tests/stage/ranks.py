@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 def on_ranks(
     size: int, work: Callable[[TensorGroup], Any], *, sequence: bool = False, timeout_s: float = 10
 ) -> list[Any]:
-    """What `work` returns on each rank; raises what one of them raised."""
+    """Run `work` on each rank; returns the results, or raises the first error."""
     master = open_store(HOST, 0, 20, master=True)
     results: list[Any] = [None] * size
 

@@ -30,7 +30,7 @@ def layers(**options: float) -> list[nn.Module]:
 def outputs(
     tokens: list[int], types: list[int] | None = None, length: int = CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, V] and those of the pair [2] of one sequence."""
+    """Token logits [T, V] and pair logits [2] of one sequence."""
     tensors = (
         torch.tensor([tokens]),
         torch.tensor([types or [0] * CONTEXT]),
@@ -60,14 +60,14 @@ def test_padding_changes_nothing_in_front_of_it() -> None:
     assert torch.equal(pair, other_pair)
 
 
-def test_type_of_a_token_matters() -> None:
+def test_token_type_changes_the_output() -> None:
     (logits, _), (others, _) = (
         outputs([0, 1, 2, 3, 4, 5], [0, 0, 0, second, 1, 1]) for second in (0, 1)
     )
     assert not any(same(logits, others))
 
 
-def test_start_is_a_uniform_guess_of_words_and_pair() -> None:
+def test_initial_guess_is_uniform_over_tokens_and_pairs() -> None:
     logits, pair = outputs([0, 1, 2, 3, 4, 5])
     loss = masked_and_pair_loss(
         logits[None], pair[None], torch.tensor([[1, IGNORED, 4, IGNORED, 2, IGNORED]])
@@ -76,8 +76,8 @@ def test_start_is_a_uniform_guess_of_words_and_pair() -> None:
 
 
 def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
-    """Two sequences with one masked word and two: three words count alike, whatever the others'
-    logits are.
+    """Two sequences with one and two masked tokens: the three count equally, and other logits do
+    not matter.
     """
     logits, pair = torch.zeros(2, 3, 4), torch.zeros(2, 2)
     logits[0, 1, 3] = logits[1, 1, 0] = pair[0, 1] = 100.0  # right, wrong, right
@@ -88,7 +88,7 @@ def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
     assert masked_and_pair_loss(logits, pair, targets).item() == pytest.approx(expected)
 
 
-def test_masked_words_loss_reaches_every_word_of_the_sequence_and_none_behind_it() -> None:
+def test_masked_token_loss_reaches_every_token_of_the_sequence_and_no_padding() -> None:
     embedding, *blocks, head = layers()
     tokens = torch.arange(CONTEXT)[None]
     x, lengths = embedding(tokens, torch.zeros_like(tokens), torch.tensor([4], dtype=torch.int32))
@@ -103,9 +103,9 @@ def test_masked_words_loss_reaches_every_word_of_the_sequence_and_none_behind_it
     assert x.grad[0].any(-1).tolist() == [True] * 4 + [False] * 2
 
 
-def test_masked_words_are_learned_from_the_words_around_them() -> None:
-    """Each sequence is one word over and over: who reads the others knows it, who does not is at
-    log(WORDS - 1).
+def test_masked_tokens_are_learned_from_their_context() -> None:
+    """Each sequence repeats one word. With its context it is known; without, the loss is log(WORDS
+    - 1).
     """
     mask, draws = WORDS - 1, torch.Generator().manual_seed(0)
     the_model = bert(

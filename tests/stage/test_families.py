@@ -1,4 +1,4 @@
-"""The table of model families: what it says, and that an entry in it is all that a family takes."""
+"""The table of model families, and that a family needs nothing but its entry."""
 
 from collections.abc import Iterator
 
@@ -59,7 +59,7 @@ def test_users_own_layers_are_no_entry_of_the_table() -> None:
 def test_added_family_is_configured_costed_and_built(toy_family: Family) -> None:
     config = build({"model": {"layers": "toy", "num_layers": 3, "width": 32}})
     assert config.model.family is toy_family
-    assert config.model.tie_embeddings  # as the family says
+    assert config.model.tie_embeddings  # as declared by the family
     assert not build({"model": {"layers": "toy", "tie_embeddings": False}}).model.tie_embeddings
     assert len(make_model(config).layers) == 5
     assert len(layer_flops(config, 1)) == len(layer_parameter_bytes(config)) == 5

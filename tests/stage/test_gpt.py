@@ -29,12 +29,12 @@ def test_later_token_changes_no_earlier_logit() -> None:
     assert same == [True, True, True, True, False, False]
 
 
-def test_position_matters() -> None:
+def test_position_changes_the_output() -> None:
     logits = nn.Sequential(*make())(torch.zeros(1, 6, dtype=torch.int64))
     assert not torch.isclose(logits[0, 0], logits[0, 1]).all()
 
 
-def test_start_is_a_uniform_guess() -> None:
+def test_initial_guess_is_uniform() -> None:
     model = gpt(
         vocab_size=11, num_layers=2, width=8, num_heads=2, context=6, dropout=0.0, tied=False
     )
@@ -59,7 +59,7 @@ def test_layer_says_whether_it_draws() -> None:
 
 
 def test_names_of_a_block_are_stable() -> None:
-    """They are the names in checkpoints."""
+    """Checkpoints use these names."""
     assert [name for name, _ in make()[1].named_parameters()] == [
         *("attention_norm.weight", "attention_norm.bias"),
         *(

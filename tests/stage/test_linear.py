@@ -24,8 +24,8 @@ def batch() -> torch.Tensor:
 def gradients(
     module: nn.Module, x: torch.Tensor, store: WeightGradients | None = None
 ) -> dict[str, torch.Tensor]:
-    """Of two micro-batches; by name, the input's as `x`. What is filed in `store` is made after
-    each.
+    """Gradients of two micro-batches by name, that of the input as `x`. Deferred gradients in
+    `store` are made after each.
     """
     leaf = x.clone().requires_grad_()
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_names_and_parameters_stay() -> None:
     assert type(model[0]) is type(model[1][1]) is Linear
 
 
-def test_linear_that_is_more_than_one_is_left_alone() -> None:
+def test_subclass_of_linear_is_left_alone() -> None:
     class Scaled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)

@@ -1,5 +1,5 @@
-"""Parameters in half precision with fp32 masters: what is computed in which, and that nothing else
-changes.
+"""Half-precision parameters with fp32 master weights: the dtype of each computation, and that
+nothing else changes.
 """
 
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def stages(cut: list[int], parameters: str = "bf16", device: str = "cpu", **opti
 
 
 def train(stages_: list[Stage], num_steps: int = 5) -> list[float]:
-    """The loss of each step, learning one batch by heart."""
+    """The loss of each step on the same batch."""
     tokens = torch.randint(32, (M, 2, 9), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW([p for s in stages_ for p in s.parameters()], lr=1e-2)
     losses = []
@@ -58,7 +58,7 @@ def train(stages_: list[Stage], num_steps: int = 5) -> list[float]:
     return losses
 
 
-def test_masters_are_what_is_seen_and_learns() -> None:
+def test_master_weights_are_visible_and_are_updated() -> None:
     (stage,) = stages([])
     assert {p.dtype for p in stage.parameters()} == {torch.float32}
     losses = train([stage])
@@ -72,7 +72,7 @@ def test_layers_compute_in_half_precision_and_pass_it_on() -> None:
 
 
 def test_gradients_are_added_up_in_single_precision() -> None:
-    """Beyond 256 equal parts a sum in bf16 stands still."""
+    """Beyond 256 equal terms a sum in bf16 does not change any more."""
     layer = torch.nn.Linear(1, 1, bias=False)
     stage = Stage(0, {0: layer}, num_microbatches=1, loss=lambda y, t: y.sum(), parameters="bf16")
     for m in range(300):
@@ -83,16 +83,16 @@ def test_gradients_are_added_up_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("cut", [[1], [2], [1, 3]], ids=str)
-def test_cut_changes_no_bit(cut: list[int]) -> None:
+def test_split_changes_no_bit(cut: list[int]) -> None:
     assert train(stages(cut)) == train(stages([]))
 
 
-def test_learns_nearly_as_in_single_precision() -> None:
+def test_half_precision_learns_nearly_like_fp32() -> None:
     half, single = train(stages([])), train(stages([], "fp32"))
     assert half == pytest.approx(single, abs=0.02)
 
 
-def test_split_backward_adds_the_same() -> None:
+def test_split_backward_accumulates_the_same_gradients() -> None:
     whole, split = stages([])[0], stages([])[0]
     tokens = torch.arange(16).view(2, 8)
     for stage in (whole, split):
@@ -106,7 +106,7 @@ def test_split_backward_adds_the_same() -> None:
     )
 
 
-def test_evaluation_after_a_step_sees_what_was_learned() -> None:
+def test_evaluation_after_a_step_uses_the_updated_parameters() -> None:
     (stage,) = stages([])
     tokens = torch.arange(16).view(2, 8)
     before = stage.evaluate((tokens,), tokens)[0].item()
@@ -137,9 +137,9 @@ def test_aborted_step_leaves_no_gradient() -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning"
-)  # torch's own, as it loads its compiler
-def test_compiled_layers_give_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the last step, which makes machine code of what was traced: that takes a minute."""
+)  # a warning of torch itself, when it loads its compiler
+def test_compiled_layers_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the last step, which compiles the traced code to machine code and takes a minute."""
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     results = []
@@ -162,7 +162,7 @@ def test_compiled_layers_give_what_others_do(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_fused_optimizer_goes_on_where_it_was() -> None:
+def test_fused_optimizer_is_resumed() -> None:
     from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
 
     (stage,) = stages([], device="cuda")

@@ -84,8 +84,8 @@ constant = 3
 
 @pytest.fixture
 def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A working folder with a module of the user in it; its name is new, because modules are
-    imported once.
+    """A working folder with a user's module. Its name is unique, because modules are imported
+    once.
     """
     name = f"users_model_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(USERS_MODULE.replace("{name}", name))

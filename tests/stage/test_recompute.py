@@ -32,7 +32,7 @@ def kept_bytes(model: LayeredModel, layer: int, recompute: str) -> int:
 
 
 def test_selective_recomputation_keeps_no_matrix_of_scores() -> None:
-    """Softmax, noise and their product on a CPU: three matrices [B, N, T, T] of floats."""
+    """Softmax, dropout noise and their product on a CPU: three matrices [B, N, T, T] of floats."""
     saved = kept_bytes(MODEL, 1, "none") - kept_bytes(MODEL, 1, "selective")
     assert saved >= 3 * B * N * T * T * 4
 
@@ -47,7 +47,7 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(
         lambda *qkv, **how: (runs.append(1), real(*qkv, **how))[1],
     )
     recompute_attention(layer)
-    recompute_attention(layer)  # a second time changes nothing
+    recompute_attention(layer)  # calling it twice changes nothing
     output = layer(torch.ones(B, T, D, requires_grad=True))
     assert len(runs) == 1
     output.sum().backward()
@@ -57,10 +57,10 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(
     assert len(runs) == 3
 
 
-def test_core_that_runs_again_leaves_other_threads_their_draws(
+def test_recomputed_core_does_not_change_other_threads_random_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's checkpoint sets the generator of the process meanwhile, whoever draws from it."""
+    """torch's checkpoint changes the generator of the whole process meanwhile."""
     layer, real, drawn = (
         materialise(MODEL, 1, 0, "cpu"),
         F.scaled_dot_product_attention,

@@ -39,7 +39,7 @@ MESSAGE = (torch.zeros(BYTES // 4),)
         (False, True, MESSAGE, [()], (), [(100,)]),
     ],
 )
-def test_stage_takes_and_gives_real_bytes(
+def test_stage_receives_and_returns_real_tensors(
     first: bool,
     last: bool,
     inputs: tuple[torch.Tensor, ...],
@@ -61,7 +61,7 @@ def test_message_of_another_size_is_refused() -> None:
         make().forward(0, (torch.zeros(7),))
 
 
-def test_held_counts_as_a_stage_does() -> None:
+def test_held_counts_like_a_real_stage() -> None:
     stage = make()
     stage.forward(0, MESSAGE)
     stage.forward(1, MESSAGE)
@@ -74,7 +74,7 @@ def test_held_counts_as_a_stage_does() -> None:
     assert [*held, stage.held] == [2, 2, 1, 0]
 
 
-def test_parts_of_the_backward_pass_take_their_shares() -> None:
+def test_parts_of_the_backward_pass_take_their_shares_of_the_wait() -> None:
     stage = make(backward_s=0.04)
     stage.forward(0, MESSAGE)
     times = [time.perf_counter()]
@@ -153,5 +153,5 @@ def test_gradient_is_final_after_the_last_weight_gradient() -> None:
         stage.zero_grad()
 
 
-def test_stage_without_parameters_has_nothing_to_agree_on() -> None:
+def test_stage_without_parameters_has_no_gradients_to_exchange() -> None:
     assert make().layer_parameters() == {}

@@ -26,8 +26,8 @@ def a_stage(group: TensorGroup | None) -> Stage:
 
 
 def there_and_back(group: TensorGroup) -> tuple[Tensors, Tensors, Tensors]:
-    """What a rank sends on, evaluates to, and sends back, given its part of the activation and of
-    the gradient.
+    """The outputs of forward, evaluation and backward on a rank, for its part of the activation and
+    of the gradient.
     """
     stage = Scattered(a_stage(group), group, first=False, last=False)
     (part, gradient) = (group.part(tensor, -1).contiguous() for tensor in (GIVEN, GRADIENT))
@@ -37,7 +37,7 @@ def there_and_back(group: TensorGroup) -> tuple[Tensors, Tensors, Tensors]:
     return sent, evaluated, stage.backward(0, (gradient,))
 
 
-def test_ranks_pass_on_their_parts_of_what_one_stage_makes() -> None:
+def test_ranks_send_their_parts_of_the_stages_output() -> None:
     whole = a_stage(None)
     forward, backward = whole.forward(0, (GIVEN,)), whole.backward(0, (GRADIENT,))
     sent, evaluated, back = zip(*on_ranks(2, there_and_back), strict=True)
@@ -46,7 +46,7 @@ def test_ranks_pass_on_their_parts_of_what_one_stage_makes() -> None:
         torch.testing.assert_close(torch.cat([part for (part,) in parts], -1), expected[0])
 
 
-def test_what_is_no_floating_point_number_goes_whole() -> None:
+def test_integer_tensors_are_sent_whole() -> None:
     lengths = TensorSpec((3,), torch.int32)
     assert part_spec(lengths, 2) == lengths
     assert part_spec(TensorSpec((3, 5, 8), torch.bfloat16), 2) == TensorSpec(

@@ -27,7 +27,7 @@ def test_keys_that_differ_in_one_part_draw_different_numbers() -> None:
     assert len({tuple(draw(*key)) for key in keys}) == len(keys)
 
 
-def test_generator_of_the_caller_goes_on_where_it_was() -> None:
+def test_generator_of_the_caller_is_restored() -> None:
     torch.manual_seed(3)
     undisturbed = torch.rand(4).tolist()
     torch.manual_seed(3)
@@ -36,8 +36,8 @@ def test_generator_of_the_caller_goes_on_where_it_was() -> None:
     assert before + torch.rand(2).tolist() == undisturbed
 
 
-def test_threads_that_wait_for_each_other_draw_as_their_keys_say() -> None:
-    """One draws, waits for the other, which draws meanwhile, and draws on."""
+def test_interleaved_threads_draw_by_their_keys() -> None:
+    """One draws, waits while the other draws, and draws again."""
     drawn, other = [], list[float]()
     with seeded("draw", 1):
         drawn += torch.rand(1).tolist()

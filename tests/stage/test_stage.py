@@ -1,4 +1,4 @@
-"""The promise: how the model is cut, and in which order its parts run, changes no bit of the
+"""The central promise: the split into stages and the order of execution change no bit of the
 result.
 """
 
@@ -23,7 +23,7 @@ VOCAB, CONTEXT = 13, 6
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """The cores are few and the tensors small."""
+    """There are few cores and the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -183,7 +183,7 @@ def add_tied(first: nn.Parameter, last: nn.Parameter) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("order", [gpipe, one_at_a_time, split, late_weights])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
-def test_cut_order_and_recomputation_change_no_bit(
+def test_split_order_and_recomputation_change_no_bit(
     cut: tuple[int, ...],
     order: Callable[[Sequence[Stage], int], list[torch.Tensor]],
     recompute: str,
@@ -193,7 +193,7 @@ def test_cut_order_and_recomputation_change_no_bit(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_cut_changes_no_bit_in_half_precision(precision: str) -> None:
+def test_split_changes_no_bit_in_half_precision(precision: str) -> None:
     model = small_gpt(dropout=0.1)
     whole = train(model, (4,), precision=precision)
     assert train(model, (1, 2, 1), split, precision=precision, recompute="full").equals(whole)
@@ -206,7 +206,7 @@ def test_stage_made_for_whole_backward_passes_refuses_to_split_one() -> None:
         stage.backward_input(0, (torch.ones(1, 2),))
 
 
-def test_tied_weights_stay_equal_in_any_cut() -> None:
+def test_tied_weights_stay_equal_in_any_split() -> None:
     model = small_gpt(tied=True)
     whole = train(model, (4,))
     assert train(model, (1, 1, 1, 1)).equals(whole)
@@ -216,7 +216,7 @@ def test_tied_weights_stay_equal_in_any_cut() -> None:
 
 
 def test_gradients_are_those_of_the_model_without_stages() -> None:
-    """Transparency: autograd over the whole batch finds the same."""
+    """Transparency: the gradients of autograd over the whole batch."""
     model = small_gpt()
     plain = nn.Sequential(*(materialise(model, index, 0, "cpu") for index in range(4)))
     inputs, targets = (
@@ -234,8 +234,8 @@ def test_gradients_are_those_of_the_model_without_stages() -> None:
         torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_parameters_of_one_cut_go_on_in_another() -> None:
-    """Transplanting an uneven split: names say the layer, not the stage."""
+def test_parameters_of_one_split_continue_in_another() -> None:
+    """With an uneven split: names have the layer, not the stage."""
     model = small_gpt()
     learned = train(model, (1, 3)).parameters
     losses = []
@@ -337,7 +337,7 @@ def test_clear_lets_an_aborted_step_run_again() -> None:
 
 
 class FailsOnce(nn.Module):
-    """Passes its input on; its first backward pass fails, as one that runs out of memory does."""
+    """Identity; its first backward pass fails, as if out of memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class FailsOnce(nn.Module):
 
 
 def test_clear_forgets_the_weight_gradients_of_a_backward_pass_that_failed() -> None:
-    """The layers behind the failure had filed theirs: the next step would add them to its own."""
+    """The layers after the failed one had deferred theirs, and the next step would add them."""
     last = nn.Linear(2, 2)
     layers = {1: FailsOnce(), 2: last}
     stage = Stage(0, layers, num_microbatches=1)
@@ -380,7 +380,7 @@ def test_recomputation_holds_the_inputs_of_layers_alone() -> None:
 
 
 class Masked(nn.Module):
-    """Takes and gives a tuple: values, an integer mask, and a scale that only the last layer
+    """Takes and returns a tuple: values, an integer mask, and a scale that only the last layer
     reads.
     """
 
@@ -446,7 +446,7 @@ def test_input_that_a_layer_does_not_use_gets_a_zero_gradient() -> None:
 
 
 class Strides(torch.autograd.Function):
-    """Nothing, that sees how the gradient lies which comes back."""
+    """Identity that records the strides of its gradient."""
 
     strides: ClassVar[list[tuple[int, ...]]] = []
 
@@ -461,14 +461,14 @@ class Strides(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("cut", [(2,), (1, 1)])
-def test_gradient_lies_between_layers_as_it_comes_over_a_wire(cut: tuple[int, ...]) -> None:
+def test_gradient_between_layers_is_contiguous_as_over_a_wire(cut: tuple[int, ...]) -> None:
     class Watched(nn.Module):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return Strides.apply(ids[:, :4] * torch.ones(1, requires_grad=True))
 
     class Sum(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sum(1)  # gives a gradient back that repeats one column
+            return x.sum(1)  # returns a gradient that repeats one column
 
     Strides.strides.clear()
     one_at_a_time(cut_model(LayeredModel((Watched, Sum), squares), cut), 0)
@@ -477,7 +477,7 @@ def test_gradient_lies_between_layers_as_it_comes_over_a_wire(cut: tuple[int, ..
 
 def test_layers_own_randomness_is_repeated_in_recomputation() -> None:
     class Noise(nn.Module):
-        """Draws without any `nn.Dropout`: the stage cannot know, and seeds."""
+        """Draws without an `nn.Dropout`, which the stage cannot know, so it always seeds."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -530,7 +530,7 @@ def test_outputs_carry_no_graph() -> None:
     assert (loss.shape, loss.dtype) == ((), torch.float32)
 
 
-def test_loss_that_is_no_scalar_is_refused() -> None:
+def test_nonscalar_loss_is_refused() -> None:
     stage = Stage(
         0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2
     )
@@ -538,7 +538,7 @@ def test_loss_that_is_no_scalar_is_refused() -> None:
         stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
 
 
-def test_loss_that_is_no_tensor_is_refused() -> None:
+def test_loss_other_than_a_tensor_is_refused() -> None:
     stage = Stage(
         0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: x.mean().item()
     )
@@ -550,8 +550,8 @@ def test_loss_that_is_no_tensor_is_refused() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["first", "after others"])
-def test_loss_from_which_nothing_learns_is_refused(layer: int, recompute: str) -> None:
-    """It would train to the end, and all parameters would stay as they were."""
+def test_loss_without_a_graph_is_refused(layer: int, recompute: str) -> None:
+    """It would train to the end without changing any parameter."""
     own = nn.Identity() if layer else nn.Linear(2, 2)
     stage = Stage(
         0,

@@ -36,7 +36,7 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum() -> None:
     assert (first.tolist(), second.tolist()) == ([[10, 12, 14]] * 2, [[16, 18, 20]] * 2)
 
 
-def test_bytes_that_a_rank_sends_are_told() -> None:
+def test_sent_bytes_of_a_rank_are_counted() -> None:
     def on_rank(group: TensorGroup) -> list[int]:
         sent: list[int] = []
         group.watch = lambda num_bytes: nullcontext(sent.append(num_bytes))
@@ -52,7 +52,7 @@ def test_bytes_that_a_rank_sends_are_told() -> None:
 
 
 class Overtaken:
-    """An exchange that ends just after a look at it has timed out: with `error`, or well."""
+    """An exchange that ends just after a poll has timed out: with `error`, or successfully."""
 
     def __init__(self, error: str | None) -> None:
         self.error = error
@@ -71,13 +71,13 @@ class Overtaken:
         return True
 
 
-def test_exchange_that_ends_as_a_look_times_out_has_gone_well() -> None:
+def test_exchange_that_ends_as_a_poll_times_out_succeeds() -> None:
     (group,) = on_ranks(1, lambda group: group)
     group._group = Overtaken(None)
     assert group.all_reduce(torch.ones(2)).tolist() == [1, 1]
 
 
-def test_exchange_that_fails_as_a_look_times_out_is_told_with_its_reason() -> None:
+def test_exchange_that_fails_as_a_poll_times_out_raises_its_reason() -> None:
     (group,) = on_ranks(1, lambda group: group)
     group._group = Overtaken("Connection closed by peer")
     with pytest.raises(PeerLost, match="Connection closed by peer"):
@@ -85,7 +85,9 @@ def test_exchange_that_fails_as_a_look_times_out_is_told_with_its_reason() -> No
 
 
 def test_failure_elsewhere_ends_a_wait() -> None:
-    """The others are there, but will not come: a rank hears of it by another way."""
+    """The other ranks are alive but will not take part; a rank learns of it from the
+    coordinator.
+    """
     over = threading.Event()
 
     def on_rank(group: TensorGroup) -> None:

@@ -27,7 +27,7 @@ Found = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def batches(name: str) -> Iterator[tuple[Tensors, torch.Tensor]]:
-    """Inputs and targets of each micro-batch; the sequences of a BERT end where they like."""
+    """Inputs and targets of each micro-batch; BERT's sequences have different lengths."""
     draw = torch.Generator().manual_seed(1)
     for _ in range(MICROBATCHES):
         tokens, types = (
@@ -83,10 +83,10 @@ def trained(name: str, group: TensorGroup | None, dropout: float, **options: obj
         ("bert", 2, False, "selective", 0.3),
     ],
 )
-def test_ranks_of_a_stage_make_the_gradients_of_one(
+def test_tensor_parallel_ranks_have_the_gradients_of_one_process(
     name: str, size: int, sequence: bool, recompute: str, dropout: float
 ) -> None:
-    """Dropout and all: the masks are those that one process draws."""
+    """Including dropout: its masks are those of one process."""
     losses, gradients = trained(name, None, dropout, recompute=recompute)
     results = on_ranks(
         size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence
@@ -94,20 +94,19 @@ def test_ranks_of_a_stage_make_the_gradients_of_one(
     agree(results, losses, gradients)
 
 
-@pytest.mark.alone  # both ranks trace in this process, under a lock of the compiler's
+@pytest.mark.alone  # both ranks trace in this process, under a lock of the compiler
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute"
-)  # of torch's compiler
-def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(
+)  # warnings of torch's compiler
+def test_compiled_tensor_parallel_ranks_have_the_gradients_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But for the last step, which makes machine code of what was traced: that takes minutes."""
+    """Without the last step, which compiles the traced code to machine code and takes minutes."""
     monkeypatch.setattr(
         torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
     )
-    # What traces puts the random numbers of its process back when it is done. Ranks are threads
-    # here, and one would do so under another that draws: a layer that is taken to draw has them for
-    # itself.
+    # Tracing restores the random state of the process at its end. Ranks are threads here, and one
+    # would do so while another draws; a layer that may draw has the generator to itself.
     monkeypatch.setattr(GptHead, "draws", True)
     how = {"recompute": "selective"}
     losses, gradients = trained("gpt", None, 0.1, **how)
@@ -129,7 +128,7 @@ def agree(results: list[Found], losses: list[float], gradients: dict[str, torch.
 
 
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 3), (1, 1)])
-def test_shards_join_to_what_they_were_taken_from(dim: int, parts: int) -> None:
+def test_shards_join_to_the_whole_tensor(dim: int, parts: int) -> None:
     whole = torch.arange(48.0).view(12, 4)
     shard = Shard((12, 4), dim, parts, 2)
     assert torch.equal(shard.join([shard.take(whole, rank).flatten() for rank in range(2)]), whole)
@@ -140,9 +139,9 @@ def test_shard_of_queries_keys_and_values_has_some_of_each() -> None:
     assert Shard((6,), 0, 3, 2).take(torch.arange(6), 1).tolist() == [1, 3, 5]
 
 
-def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
-    """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block,
-    and not more.
+def test_split_sequence_keeps_only_its_own_positions_for_backward() -> None:
+    """Inputs of column-parallel matrices are gathered again in backward: a rank keeps only 16 u / T
+    of a block.
     """
     batch, context, width, size = 4, 64, 16, 4
     unit = batch * context * width * 4
@@ -187,8 +186,8 @@ def cross_entropy_of_one_process(targets: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("targets", [[0, 3, 4, 8, 11], [-100, 3, -100, 8, 0]])
-def test_loss_over_parts_of_the_words_is_that_over_all(targets: list[int]) -> None:
-    """Also if some targets are ignored, as those of words that are not masked."""
+def test_loss_over_a_split_vocabulary_equals_the_whole(targets: list[int]) -> None:
+    """Also if some targets are ignored, such as those of tokens that are not masked."""
     expected_words = torch.tensor(targets)
 
     def on_rank(group: TensorGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ def save_alone(url: str, step: int, keep: int = 2, **state: Any) -> None:
 def save_together(
     urls: Sequence[str], cut: Sequence[Sequence[int]], step: int, keep: int = 2
 ) -> None:
-    """One thread a rank, each with its own URL and layers."""
+    """One thread per rank, each with its own URL and layers."""
     barrier, payloads = threading.Barrier(len(cut), timeout=TIMEOUT_S), [""] * len(cut)
 
     def rank(index: int) -> None:
@@ -78,7 +78,7 @@ def save_together(
 
 
 def files(url: str | Path) -> list[str]:
-    """As paths below `url`, digests left out."""
+    """The files as paths below `url`, without digests."""
     paths = sorted(path for path in Path(url).rglob("*") if path.is_file())
     return [
         "/".join([p.parent.name, *p.name.rsplit("-", 1)[:1]]) if "-0" in p.name else str(p.name)
@@ -121,7 +121,7 @@ def test_what_was_saved_is_loaded(url: str) -> None:
 
 
 @pytest.mark.parametrize("after", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]])
-def test_any_cut_is_loaded_in_any_other(url: str, after: list[list[int]]) -> None:
+def test_any_split_is_loaded_in_any_other(url: str, after: list[list[int]]) -> None:
     save_together([url] * 2, [[0, 1], [2, 3]], step=5)
     for layers in after:
         own_layers = set(layers)
@@ -183,15 +183,15 @@ def test_newest_checkpoints_stay(url: str) -> None:
     assert storage.Storage(url).folders() == [3, 4]
 
 
-def test_course_that_was_given_up_goes(url: str) -> None:
-    """Step 20 and 30 were passed over; the run went on from 10 and must not come back to them."""
+def test_steps_of_an_abandoned_course_are_removed(url: str) -> None:
+    """The run resumed from step 10, and must not come back to steps 20 and 30."""
     for step in (10, 20, 30):
         save_alone(url, step, keep=3)
     save_alone(url, 15, keep=3)
     assert storage.Storage(url).steps() == [10, 15]
 
 
-def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
+def test_files_of_a_faster_rank_are_left_alone(folder: str) -> None:
     save_alone(folder, 1)
     later = Path(folder) / "step-00000003"
     later.mkdir()
@@ -199,7 +199,7 @@ def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
     assert later.exists()
 
 
-def test_what_a_crash_left_goes_with_the_next_checkpoint(folder: str) -> None:
+def test_remains_of_a_crash_are_removed_with_the_next_checkpoint(folder: str) -> None:
     unfinished = Path(folder) / "step-00000001"
     unfinished.mkdir(parents=True)
     (unfinished / ".0.tmp").write_bytes(b"half")
@@ -239,7 +239,7 @@ def test_checkpoint_before_the_first_update_has_no_moments(url: str) -> None:
 
 
 class Crash(BaseException):
-    """Not an `Exception`: nothing may catch it and tidy up, as nothing could after a power cut."""
+    """Not an `Exception`, so that nothing catches it and cleans up, as after a power cut."""
 
 
 def _crash(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ POINTS = [
 def test_crash_anywhere_leaves_a_whole_checkpoint(
     folder: str, monkeypatch: pytest.MonkeyPatch, function: str, where: str, calls: int, step: int
 ) -> None:
-    """Whether the step is new or written a second time."""
+    """For a new step and for one that is written again."""
     save_alone(folder, 5)
     target = {"checkpoint": checkpoint, "storage": storage, "os": os}[where]
     with monkeypatch.context() as faulty:
@@ -356,7 +356,7 @@ def test_damaged_file_is_named(
 
 
 @pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGE)
-def test_fallback_takes_the_one_before_and_says_so(
+def test_fallback_uses_the_previous_checkpoint_and_reports_it(
     folder: str,
     caplog: pytest.LogCaptureFixture,
     pattern: str,
@@ -386,7 +386,7 @@ def test_fallback_takes_the_one_before_and_says_so(
     ],
     ids=["{}", "[]", "map", "no files", "no digest"],
 )
-def test_json_that_is_no_index_is_damage_as_any_other(
+def test_json_that_is_no_index_is_reported_as_damage(
     folder: str, change: Callable[[Any], object]
 ) -> None:
     for step in (3, 6):
@@ -411,7 +411,7 @@ def test_fallback_gives_up_where_nothing_is_whole(folder: str) -> None:
 
 
 def test_file_that_is_no_safetensors_is_named(folder: str) -> None:
-    """Someone replaced it and wrote the index to match."""
+    """The file was replaced and the index changed to match."""
     save_alone(folder, 5)
     path = only(folder, "step-00000005/model-*")
     path.write_bytes(b"not tensors")
@@ -458,7 +458,7 @@ def test_url_that_cannot_be_used_is_named() -> None:
         latest("no-such-protocol://bucket/run")
 
 
-def test_place_that_cannot_be_written_is_named(folder: str) -> None:
+def test_unwritable_url_is_named(folder: str) -> None:
     Path(folder).write_text("a file where the folder should be")
     with pytest.raises(
         RunError, match=r"cannot write .*step-00000005.*; make room, or set run.checkpoint_url"
@@ -467,14 +467,14 @@ def test_place_that_cannot_be_written_is_named(folder: str) -> None:
 
 
 def test_nothing_is_unpickled(folder: str) -> None:
-    """A pickle in the place of a file is damage, not a program."""
+    """A pickle in place of a file is reported as damage and not executed."""
     save_alone(folder, 5)
     torch.save(parameters(range(LAYERS), 5), only(folder, "step-00000005/model-*"))
     with pytest.raises(CheckpointError, match=r"is truncated|is damaged"):
         load(folder, everything)
 
 
-def test_whoever_may_read_the_index_may_read_the_rest(folder: str) -> None:
+def test_all_files_have_the_permissions_of_the_index(folder: str) -> None:
     save_alone(folder, 5)
     modes = {path.name: path.stat().st_mode for path in (Path(folder) / "step-00000005").iterdir()}
     assert len(modes) == 3
@@ -482,7 +482,7 @@ def test_whoever_may_read_the_index_may_read_the_rest(folder: str) -> None:
 
 
 def test_disk_that_takes_no_more_is_named(folder: str) -> None:
-    """safetensors raises an error of its own where the system says so."""
+    """safetensors then raises its own error."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
@@ -496,7 +496,7 @@ def test_disk_that_takes_no_more_is_named(folder: str) -> None:
 
 
 def test_parameters_that_are_not_finite_are_not_saved(url: str) -> None:
-    """A step may break them with gradients that nobody has measured."""
+    """A step may break them with gradients whose norm was not measured."""
     save_alone(url, 1)
     broken = parameters(range(LAYERS), 2) | {"layers.1.weight": torch.tensor([1.0, math.inf])}
     with pytest.raises(

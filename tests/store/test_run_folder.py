@@ -25,8 +25,8 @@ from dpipe.store.run_folder import (
 Make = Callable[..., Config]
 
 
-def test_run_without_a_checkpoint_is_not_said_to_go_on(tiny: Make, tmp_path: Path) -> None:
-    """A first run often fails before it has saved anything."""
+def test_failed_run_without_a_checkpoint_suggests_no_resume(tiny: Make, tmp_path: Path) -> None:
+    """A first run often fails before its first checkpoint."""
     folder = open_folder(tiny(), resume=False)
     (folder / "metrics.jsonl").touch()
     with pytest.raises(
@@ -35,7 +35,7 @@ def test_run_without_a_checkpoint_is_not_said_to_go_on(tiny: Make, tmp_path: Pat
         open_folder(tiny(), resume=False)
 
 
-def test_nothing_is_made_for_a_run_that_is_not_there(tiny: Make, tmp_path: Path) -> None:
+def test_nothing_is_created_for_a_missing_run(tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         open_folder(tiny(), resume=True)
     assert not (tmp_path / "run").exists()
@@ -58,7 +58,7 @@ def test_configuration_that_is_none_names_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_run_that_is_under_way_is_not_opened_by_another(tiny: Make, resume: bool) -> None:
-    """Such as one whose launcher was killed and whose ranks still write a checkpoint."""
+    """For example if its launcher was killed and its ranks still write a checkpoint."""
     config = tiny()
     checkpoint = Path(config.run.folder) / "checkpoints" / "step-00000001"
     with opened(config, False, 0) as folder, opened(config, False, 1):
@@ -79,7 +79,7 @@ def test_run_that_is_under_way_is_not_opened_by_another(tiny: Make, resume: bool
         pass
 
 
-def test_folder_without_locks_is_said_to_be_so(
+def test_folder_without_locks_is_reported(
     tiny: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(file: object, how: int) -> None:
@@ -104,19 +104,19 @@ def deep(tiny: Make, tmp_path: Path) -> Config:
     return tiny(run__folder=str(tmp_path / "runs" / "first" / "try"))
 
 
-def test_ranks_that_cannot_meet_leave_nothing(deep: Config, tmp_path: Path) -> None:
+def test_ranks_that_cannot_join_leave_nothing(deep: Config, tmp_path: Path) -> None:
     start_that_fails(deep, 0, JoinError("the port is in use"))
     assert not (tmp_path / "runs").exists()
 
 
 def test_folder_that_was_there_stays(deep: Config) -> None:
-    """A launcher made it, which may be reading the logs in it."""
+    """The launcher that made it may be reading the logs in it."""
     folder = open_folder(deep, resume=False)
     start_that_fails(deep, 0, JoinError("the port is in use"))
     assert (folder / "logs" / "rank-0.log").exists()
 
 
-def test_only_rank_0_takes_a_folder_back(deep: Config) -> None:
+def test_only_rank_0_removes_a_folder(deep: Config) -> None:
     folder = open_folder(deep, resume=False)
     start_that_fails(deep, 1, JoinError("wrong token"))
     assert (folder / "trace").exists()
@@ -145,7 +145,7 @@ def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
 def test_refused_folder_leaves_no_cache_behind(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read of the text is kept in the working folder, unless told otherwise."""
+    """By default the cache of the text is in the working folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text("[model]\nnum_layers = 2\n[data]\nfiles = ['text.txt']\n")
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
@@ -157,7 +157,7 @@ def test_refused_folder_leaves_no_cache_behind(
 def test_configuration_that_finds_no_room_leaves_the_one_that_is_there(
     tiny: Make, tmp_path: Path
 ) -> None:
-    """A run that goes on writes it once more."""
+    """A resumed run writes it again."""
     save_configuration(tmp_path, tiny())
     (tmp_path / "config.tmp").symlink_to("/dev/full")
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_upload_of_another_kind_writes_nothing(tmp_path: Path, kind: str) -> Non
 
 
 def test_log_without_room_is_silent(deep: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line of it was a traceback on the terminal."""
+    """Each line was a traceback on the terminal."""
     folder = open_folder(deep, resume=False)
     (folder / "logs" / "rank-0.log").unlink()
     (folder / "logs" / "rank-0.log").symlink_to("/dev/full")

@@ -1,4 +1,4 @@
-"""What the tests of several rooms share. What one room's tests share lies beside them.
+"""Helpers for the tests of several rooms. Helpers for one room are beside its tests.
 
 certificates.py   an authority for tests of TLS
 greedy.py         a schedule of `search.greedy`

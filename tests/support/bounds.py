@@ -1,4 +1,4 @@
-"""What a refusal may take."""
+"""Bounds on the cost of a refusal."""
 
 import resource
 import time

@@ -1,4 +1,4 @@
-"""Replicas as threads, over links inside this process: a whole step costs milliseconds."""
+"""Replicas as threads over local links: a whole step takes milliseconds."""
 
 import threading
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Layered:
         return [parameter for _, _, parameter in self.weights]
 
     def set_gradients(self, step: int, replica: int, scale: float = 1.0) -> None:
-        """Gradients as different as those of other data; on the scale of 1."""
+        """Different gradients for each replica, on the scale of 1."""
         for parameter, gradient in zip(
             self.parameters, gradients(self, step, replica), strict=True
         ):
@@ -69,7 +69,7 @@ def mean_gradients(stage: Layered, step: int, replicas: int) -> list[torch.Tenso
 
 
 def in_threads(count: int, run: Callable[[int], object]) -> list[object]:
-    """What `run` returned or raised for each of `count`, all at the same time."""
+    """Call `run` for each of `count` at the same time; returns what each returned or raised."""
     results: list[object] = [None] * count
 
     def call(index: int) -> None:

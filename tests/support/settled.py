@@ -1,4 +1,4 @@
-"""Promises about time, on a machine that has other things to do."""
+"""Assertions about time on a busy machine."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,8 +7,8 @@ T = TypeVar("T")
 
 
 def settled(look: Callable[[], T], good: Callable[[T], bool], tries: int = 5) -> T:
-    """The first look that is good, or else the last: what is wrong is wrong each time, what is late
-    is so at times.
+    """The first result that is good, or else the last: a bug fails each time, a busy machine only
+    sometimes.
     """
     for _ in range(tries):
         if good(seen := look()):

@@ -14,7 +14,7 @@ from dpipe.stage.stage import Stage
 
 
 class Tracker(MemTracker):
-    """Without statistics by module: their hooks keep every block's output alive."""
+    """Without statistics by module, because their hooks keep every block's output alive."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ LANES = {"c": Lane.COMPUTE, "s": Lane.SEND, "u": Lane.UPDATE, "w": Lane.WAIT}
 
 
 def timeline(*rows: str) -> Timeline:
-    """Spans from "rank lane action start-end bytes"."""
+    """Spans from texts such as "rank lane action start-end bytes"."""
     spans = []
     for row in rows:
         rank, lane, action, interval, *num_bytes = row.split()

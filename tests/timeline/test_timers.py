@@ -33,7 +33,7 @@ def test_spans_are_summed_by_timer() -> None:
     assert timers_ms(SPANS) == dict(zip(measured, (20, 3, 5, 20, 4, 6, 9, 7, 2, 1), strict=True))
 
 
-def test_wait_for_an_activation_behind_a_backward_pass_is_told_apart() -> None:
+def test_wait_for_an_activation_after_a_backward_pass_has_its_own_timer() -> None:
     lanes = (Lane.WAIT, Lane.COMPUTE, Lane.WAIT, Lane.COMPUTE, Lane.WAIT)
     actions = ("1RECV_F0", "1F0", "1RECV_F1", "1B0", "1RECV_F2")
     spans = [

@@ -1,4 +1,4 @@
-"""A simulated step in which nobody may step before all ballots are counted."""
+"""A simulated step in which no rank may step before all ballots are counted."""
 
 from dataclasses import replace
 from textwrap import dedent
@@ -21,7 +21,7 @@ def network(delay_us: float) -> Network:
 
 
 def spans(timeline: Timeline, *lanes: Lane) -> str:
-    """One line a rank and lane: what ran from when to when."""
+    """One line per rank and lane, with the start and end of each action."""
     return "\n".join(
         f"{rank} {lane}: "
         + "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(rank, lane))
@@ -89,7 +89,7 @@ def test_replicas_have_one_vote_and_one_coordinator() -> None:
     assert steps_us(timeline) == [85, 90]
 
 
-def test_replicas_are_told_apart_only_where_they_vote() -> None:
+def test_replicas_differ_only_if_they_vote() -> None:
     def mirrored(ballots: Network | None) -> bool:
         replicas = Replicas(direct(2))
         return Simulation(Scenario(gpipe(2, 1), COST, network(1), (), replicas, ballots)).mirrored

@@ -1,4 +1,4 @@
-"""Transports between processes, closed when a test ends."""
+"""Transports between processes, which are closed at the end of a test."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from dpipe.transport.tcp import TcpTransport
 
 @pytest.fixture(params=[GrpcTransport, TcpTransport])
 def kind(request: pytest.FixtureRequest) -> type[End]:
-    """Both kinds; a file about one of them has a `kind` of its own."""
+    """Both kinds; a file about one kind overrides this fixture."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""What ranks that are threads learn of each other: `base.Directory` without a coordinator."""
+"""`base.Directory` for ranks that are threads, without a coordinator."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ class ThreadDirectory:
 
 
 def prepare(ends: Sequence[Transport]) -> None:
-    """All with all, in a thread a rank; raises what one of them raises."""
+    """Connect all pairs, with a thread per rank; raises the first error."""
     shared = Shared(len(ends))
     addresses = {end.rank: f"127.0.0.1:{end.port}" for end in ends}
 

@@ -1,4 +1,4 @@
-"""Ends of links between processes, in one process: how tests address, connect and try them."""
+"""Both ends of links between processes, in one process: helpers to address and connect them."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +19,14 @@ def address(end: End) -> str:
 
 
 def connect(*ends: End, hidden: tuple[int, ...] = ()) -> None:
-    """Connect all with all; the ranks in `hidden` have no address."""
+    """Connect all pairs; the ranks in `hidden` have no address."""
     addresses = {end.rank: None if end.rank in hidden else address(end) for end in ends}
     with ThreadPoolExecutor(len(ends)) as pool:
         list(pool.map(lambda end: end.connect(addresses, addresses.keys() - {end.rank}), ends))
 
 
 def connect_between(middle: End, other: End) -> None:
-    """Connect rank 1 with rank 2, and with a rank 0 that is a stranger who dials it."""
+    """Connect rank 1 with rank 2, and with a stranger in place of rank 0 that connects to it."""
     addresses = {0: "127.0.0.1:1", 1: address(middle), 2: address(other)}
     with ThreadPoolExecutor(2) as pool:
         list(

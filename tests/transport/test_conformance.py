@@ -1,5 +1,4 @@
-"""What every transport promises, run over each of them: two ranks in this process, rank 0 and rank
-1.
+"""The conformance suite of all transports, on two ranks in this process: rank 0 and rank 1.
 
 A new transport joins by adding a function to `PAIRS` that returns both ends of a connected pair.
 """
@@ -124,7 +123,7 @@ def move(pair: Pair, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_rehearsed_step_moves_nothing(pair: Pair) -> None:
-    """Whether it is run is the transport's choice; the first step is as if there had been none."""
+    """The transport may choose not to run it; in any case the first step is unaffected."""
     like = TensorSpec((3,), torch.float32)
     arrived: list[torch.Tensor] = []
 
@@ -292,7 +291,7 @@ def test_later_calls_raise_peer_lost_when_the_peer_has_closed(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-def test_what_was_sent_before_closing_still_arrives(pair: Pair, sender: int) -> None:
+def test_tensor_sent_before_closing_still_arrives(pair: Pair, sender: int) -> None:
     if isinstance(pair[0], Settling):
         pytest.skip("NCCL may need the receiver to be there; a step waits for what it has sent")
     tensor = random_tensor((1 << 20,), torch.float32)

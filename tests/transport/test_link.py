@@ -1,4 +1,4 @@
-"""The state of a link's end by itself: no sockets, one thread."""
+"""The state of one end of a link: no sockets, one thread."""
 
 import threading
 

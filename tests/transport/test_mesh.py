@@ -1,5 +1,4 @@
-"""What every transport between processes adds: meeting, refusing, holding back, leaving nothing
-behind, TLS.
+"""Transports between processes: connecting, refusing, backpressure, closing without leftovers, TLS.
 
 Over real sockets, and each test over gRPC and over TCP.
 """
@@ -94,7 +93,7 @@ def silent() -> Iterator[str]:
 
 
 def test_abort_before_links_are_opened_is_raised_in_their_place(make: Make, silent: str) -> None:
-    """The error was lost, and after timeouts.connect an innocent peer was blamed."""
+    """The error was lost, and after timeouts.connect another peer was blamed."""
     end = make(0, connect_timeout_s=2.0)
     end.fail(RunAborted("rank 2 failed"))
     with pytest.raises(RunAborted, match="rank 2 failed"):
@@ -159,7 +158,7 @@ def test_killed_peer_is_lost_at_once_and_by_name(make: Make, kind: type[End]) ->
         assert time.monotonic() - start < 5.0
 
 
-# Holding back
+# Backpressure
 
 
 def test_sender_is_held_back_while_the_buffer_of_its_peer_is_full(make: Make) -> None:

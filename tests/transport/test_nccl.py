@@ -1,6 +1,4 @@
-"""What NCCL's transport promises besides the conformance suite: over a fake of cupy, and what one
-GPU can show.
-"""
+"""NCCL's transport beyond the conformance suite: with a fake of cupy, and tests for one GPU."""
 
 import sys
 import time
@@ -58,8 +56,8 @@ def test_each_directed_link_has_a_communicator_of_its_own() -> None:
         end.close()
 
 
-def test_ids_are_given_to_cupy_as_it_gave_them() -> None:
-    """Bytes since cupy 14, a tuple of signed numbers before; JSON makes lists of both."""
+def test_ids_are_returned_to_cupy_in_their_original_type() -> None:
+    """Bytes since cupy 14, before that a tuple of signed numbers; JSON turns both into lists."""
     ends, nccl = transports(2, ids=tuple)
     connect(ends)
     assert len(nccl.communicators) == 4
@@ -78,7 +76,7 @@ def test_error_that_cupy_has_no_name_for_is_a_lost_peer(
 
 
 def test_communicator_is_not_called_while_it_is_ended(pair: list[NcclTransport]) -> None:
-    """The watching thread asks it for errors while another thread aborts it."""
+    """The watching thread polls it for errors while another thread aborts it."""
     link = pair[0]._links[0, 1]
     with link._calling:
         asking = Thread(target=link.look)
@@ -90,7 +88,7 @@ def test_communicator_is_not_called_while_it_is_ended(pair: list[NcclTransport])
         link.launch(type(None), "", link.communicator.send, 1, torch.zeros(4))
 
 
-def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not(
+def test_closing_does_not_wait_forever_for_the_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends, nccl = transports(2)
@@ -109,7 +107,9 @@ def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not(
 def test_waiting_for_a_receive_does_not_hold_up_the_host(pair: list[NcclTransport]) -> None:
     streams = pair[1]._streams
     pending = pair[1].recv(LIKE, 0, "0SEND_F0")
-    with streams.on(streams.stream()):  # else current is the program, whose waiting is the host's
+    with streams.on(
+        streams.stream()
+    ):  # otherwise the current stream is the program, whose waits block the host
         tensor = pending.wait()
         used = streams.mark()
     assert not pending.done() and not streams.done(used)
@@ -146,7 +146,7 @@ def test_peer_that_goes_after_the_host_ran_ahead_is_found_when_it_settles(
         pending.settle()
 
 
-def test_rank_that_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     (end, absent), _ = transports(2, connect_timeout_s=0.2)
     offers = {0: end.offer([1]), 1: absent.offer([0])}
     with pytest.raises(
@@ -199,7 +199,9 @@ def test_error_names_the_library_that_cupy_does_not_find(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu(real="it is about NCCL itself")
 def test_bytes_go_through_nccl_itself() -> None:
-    """From one GPU to itself, which is all that NCCL does on one: queued as a link queues them."""
+    """From one GPU to itself, the only transfer that NCCL has on one GPU, queued like those of a
+    link.
+    """
     pytest.importorskip("cupy", reason='needs cupy: pip install "dpipe[cuda]"')
     nccl, streams = load_nccl(), CudaStreams(torch.device("cuda"))
     stream, source = (

@@ -1,5 +1,5 @@
-"""What shaping adds to a transport: slots, delay, a shared egress, and ends that do not wait for a
-slot in vain.
+"""Shaping of a transport: slots, delay, a shared egress, and ends that do not wait in vain for a
+slot.
 """
 
 import threading
@@ -14,7 +14,7 @@ from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 from support.settled import settled
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
-from dpipe.network.link import Link, Network
+from dpipe.network.link import Interface, Link, Network
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
 from dpipe.transport.staging import Staging
@@ -22,7 +22,7 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
 MEGABIT = torch.zeros(125_000, dtype=torch.uint8)  # 10 ms at 100 Mbit/s
-LATE_MS = 15  # a thread of a busy machine may wake so late
+LATE_MS = 15  # a thread of a busy machine may wake this late
 
 Make = Callable[..., list[ShapedTransport]]
 
@@ -70,8 +70,8 @@ def arrivals_ms(
 def arrive_about(
     sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport], *expected_ms: float
 ) -> bool:
-    """Never earlier, and no later than a thread of a busy machine may wake; where it was, another
-    look is taken.
+    """Never earlier, and no later than a thread of a busy machine may wake; a late result is
+    measured again.
     """
 
     def look() -> list[float]:
@@ -141,8 +141,8 @@ def test_tensor_in_flight_is_not_done(make: Make) -> None:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
-    """An event that a device has not reached: until it has, tensors of more than one value are not
-    on the host.
+    """An event that a device has not reached; until then tensors of more than one value are not on
+    the host.
     """
     event = FakeEvent(enable_timing=True)
     monkeypatch.setattr(Staging, "fetch", lambda staging, t: (t, event if t.numel() > 1 else None))
@@ -176,7 +176,7 @@ def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(
     assert ranks[1].recv(one, 0, "x").wait() == 7
 
 
-def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make) -> None:
+def test_tensor_that_waits_for_its_slot_raises_peer_lost(make: Make) -> None:
     ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.0001)))  # a slot of 10 s
     pending, receive = (
         ranks[0].send(MEGABIT, 1, "x"),
@@ -191,7 +191,7 @@ def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make
     assert time.monotonic() - start < 5.0
 
 
-def test_tensor_that_cannot_be_handed_over_tells_who_waits_for_it(make: Make) -> None:
+def test_error_of_a_handover_is_raised_by_who_waits_for_the_tensor(make: Make) -> None:
     ranks = make(Network(default=Link(delay_ms=50, bandwidth_gbps=0.1)))
     pending = ranks[0].send(MEGABIT, 1, "x")
     ranks[1].close()
@@ -252,3 +252,15 @@ def test_profile_that_needs_tc_is_refused(network: Network) -> None:
         match="has jitter or loss, and the shaped transport imitates delay and rate alone",
     ):
         ShapedTransport(LocalHub(2).transport(0), network)
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [
+        (Interface((0, 1), machine="a"), "several ranks share the interface of machine 'a'"),
+        (Interface((1,), ingress_gbps=1, machine="a"), "machine 'a' has ingress_gbps, and the"),
+    ],
+)
+def test_what_ranks_cannot_shape_by_themselves_is_refused(interface: Interface, words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        ShapedTransport(LocalHub(2).transport(0), Network(interfaces=(interface,)))

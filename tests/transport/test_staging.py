@@ -1,4 +1,4 @@
-"""On the way through host memory only the thread that reads the bytes waits for the GPU."""
+"""Staging through host memory: only the thread that reads the bytes waits for the GPU."""
 
 import pytest
 import torch
@@ -40,10 +40,10 @@ def test_tensor_goes_to_the_host_and_back_without_a_wait_for_the_device() -> Non
     assert torch.equal(back, tensor)
 
 
-def test_memory_of_a_tensor_that_is_gone_serves_the_next() -> None:
+def test_memory_of_a_freed_tensor_is_reused() -> None:
     staging = Staging(HOST)
     address = staging.empty(LARGE).data_ptr()
-    elsewhere = torch.empty(LARGE.shape, dtype=LARGE.dtype)  # what malloc has free goes here
+    elsewhere = torch.empty(LARGE.shape, dtype=LARGE.dtype)  # free memory of malloc is used first
     assert staging.empty(LARGE).data_ptr() == address != elsewhere.data_ptr()
 
 
@@ -54,7 +54,7 @@ def test_memory_is_lent_for_as_long_as_a_view_of_it_lives() -> None:
     assert row.eq(1).all()
 
 
-def test_little_more_is_kept_than_was_in_use_at_once() -> None:
+def test_kept_memory_is_little_more_than_the_peak_use() -> None:
     staging, spec = Staging(HOST), TensorSpec((48 << 20,), torch.uint8)
     in_use = [staging.empty(spec), staging.empty(spec)]
     in_use.clear()

@@ -1,5 +1,5 @@
-"""How a TCP transport refuses strangers and nonsense. Over real sockets; what both kinds promise is
-in test_mesh.py.
+"""How a TCP transport refuses strangers and invalid messages, over real sockets. For both kinds:
+test_mesh.py.
 """
 
 import socket
@@ -53,7 +53,7 @@ def soon() -> float:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (hello(protocol=9), "speaks dpipe transport 3, not 9"),
+        (hello(protocol=9), "speaks dpipe transport 4, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),
@@ -61,7 +61,7 @@ def soon() -> float:
     ],
     ids=["other version", "other rank", "unknown rank", "connection", "duplicate rank"],
 )
-def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
+def test_unexpected_caller_gets_the_reason_and_links_continue(
     make: Make, said: Hello, reason: str
 ) -> None:
     ends = make(0), make(1)
@@ -127,7 +127,7 @@ def test_listener_who_cannot_prove_the_token_is_not_trusted(make: Make) -> None:
 def test_silent_strangers_are_let_go_and_others_still_come_in(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
+    monkeypatch.setattr("dpipe.transport.tcp.GREETING_S", 0.3)
     monkeypatch.setattr("dpipe.transport.tcp.MAX_LINKS", 2)
     ends = make(0), make(1)
     silent = [socket.create_connection(("127.0.0.1", ends[1].port), timeout=5) for _ in range(3)]
@@ -141,7 +141,7 @@ def test_silent_strangers_are_let_go_and_others_still_come_in(
 def test_stranger_who_drips_bytes_gains_no_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
+    monkeypatch.setattr("dpipe.transport.tcp.GREETING_S", 0.3)
     start = time.monotonic()
     with dialled(make(1).port) as stranger, suppress(ConnectionError):
         stranger.sendall((1000).to_bytes(4, "big"))
@@ -190,7 +190,7 @@ BROKE = "the connection broke: it closed the connection, and no other was opened
     ],
     ids=["nothing", "half a tensor", "a farewell"],
 )
-def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
+def test_peer_whose_connection_ends_is_lost_by_name_with_the_cause(
     make: Make, said: bytes, reason: str
 ) -> None:
     end = make(1, heartbeat_s=0.5)
@@ -206,7 +206,7 @@ def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
             pending.wait()
 
 
-def test_certificates_that_are_none_are_refused(make: Make) -> None:
+def test_invalid_certificates_are_refused(make: Make) -> None:
     broken = Security("secret", b"no certificate", b"no key", b"no authority")
     with pytest.raises(
         JoinError, match=r"node\.tls_cert, node\.tls_key, node\.tls_ca cannot be used"

@@ -10,7 +10,7 @@ from dpipe.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_kind_names_what_makes_it(name: str) -> None:
+def test_kind_names_its_builder(name: str) -> None:
     assert callable(function_at(TRANSPORTS[name].make))
 
 

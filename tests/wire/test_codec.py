@@ -42,7 +42,7 @@ def test_size_on_the_wire_is_what_the_simulator_counts(name, shape) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
-def test_tensor_that_is_not_floating_crosses_as_it_is(name, dtype) -> None:
+def test_integer_tensor_is_sent_unchanged(name, dtype) -> None:
     tensor = torch.tensor([[0, 1], [2, 300]]).to(dtype)
     assert torch.equal(codec(name).encode(tensor), tensor)
     assert torch.equal(over_the_wire(name, tensor), tensor)
@@ -81,7 +81,7 @@ def test_int8_keeps_its_bound_in_every_block(numbers) -> None:
     error = (over_the_wire("int8", tensor).double() - tensor.double()).abs()
     for start in range(0, len(numbers), INT8_BLOCK):
         block = slice(start, start + INT8_BLOCK)
-        bound = tensor[block].abs().max().item() / 254 * (1 + 2**-14)  # fp32 arithmetic on the way
+        bound = tensor[block].abs().max().item() / 254 * (1 + 2**-14)  # computed in fp32
         assert error[block].max().item() <= max(bound, 1.5e-36)
 
 
@@ -102,7 +102,7 @@ def test_int8_scales_each_block_by_itself() -> None:
         ("bf16", (1.0, INF, NAN), (1.0, INF, NAN)),
     ],
 )
-def test_edges_are_defined(name, sent, arrives) -> None:
+def test_edge_cases_are_defined(name, sent, arrives) -> None:
     torch.testing.assert_close(
         over_the_wire(name, values(*sent)), values(*arrives), rtol=0, atol=0, equal_nan=True
     )

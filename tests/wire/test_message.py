@@ -34,7 +34,7 @@ def test_header_survives_the_wire(dtype, shape) -> None:
     ],
     ids=["size", "dtype", "no dtype", "negative", "huge", "many dims"],
 )
-def test_header_that_cannot_be_is_refused_before_it_is_allocated(fields, reason) -> None:
+def test_invalid_header_is_refused_before_allocation(fields, reason) -> None:
     with pytest.raises(TransferError, match=reason):
         Header.decode(TensorHeader(**fields).SerializeToString())
 

@@ -76,8 +76,8 @@ def test_security_loads_the_files_it_is_given(authority, stored) -> None:
     assert not Security.load("token", None, None, None).tls
 
 
-def test_security_names_the_pair_that_is_none(authority, stored) -> None:
-    """gRPC took it for a port in use."""
+def test_security_names_a_mismatched_pair(authority, stored) -> None:
+    """gRPC reported it as a port in use."""
     signer = authority()
     pair = replace(signer.security(), key=signer.security().key)
     with pytest.raises(
@@ -97,7 +97,7 @@ def test_security_names_the_pair_that_is_none(authority, stored) -> None:
     ],
     ids=["cert", "ca"],
 )
-def test_security_names_the_file_that_is_no_pem(
+def test_security_names_a_file_that_is_not_pem(
     authority, stored, wrong: dict[str, bytes], message: str
 ) -> None:
     with pytest.raises(JoinError, match=message):
@@ -129,7 +129,7 @@ def test_security_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
         ("localhost:4000", False),
     ],
 )
-def test_token_in_clear_is_said_where_others_are_on_the_way(
+def test_token_in_the_clear_is_reported_outside_loopback(
     address: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     rpc._warn_of_the_open.cache_clear()
@@ -146,14 +146,14 @@ def test_token_in_clear_is_said_where_others_are_on_the_way(
     assert all("there is no token: whoever reaches" in line for line in said)
 
 
-def test_token_under_tls_is_not_said_to_be_in_clear(authority, caplog) -> None:
+def test_token_under_tls_is_not_reported_as_clear(authority, caplog) -> None:
     rpc._warn_of_the_open.cache_clear()
     open_channel("10.1.2.3:4000", authority().security("open sesame")).close()
     assert caplog.text == ""
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a refusal takes tells nothing of the token."""
+    """The time of a refusal reveals nothing about the token."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(first: bytes, second: bytes) -> bool:

@@ -12,7 +12,7 @@ from dpipe.wire.schema import Port, Schema, Shape, Text
 
 @given(st.floats())
 def test_float_keeps_its_bits(number: float) -> None:
-    """A loss is the same on all ranks, to the last bit."""
+    """All ranks get the same loss, to the last bit."""
     (read,) = Schema[list[float]](list[float]).parse(json.dumps([number]).encode(), "x", 0)
     if math.isnan(number):
         assert math.isnan(read)
@@ -49,13 +49,13 @@ def test_another_shape_names_the_rank(payload: bytes, why: str) -> None:
     assert len(str(raised.value)) < 1000
 
 
-def test_text_commands_no_terminal() -> None:
+def test_text_cannot_control_the_terminal() -> None:
     payload = b'{"name": "\\u001b[2J", "port": 0}'
     assert Schema[Named](Named).parse(payload, "its name", 3).name == r"\x1b[2J"
 
 
 @given(st.binary(max_size=60))
-def test_whatever_comes_is_parsed_or_refused_in_words(payload: bytes) -> None:
+def test_any_input_is_parsed_or_refused(payload: bytes) -> None:
     try:
         said = Schema[Named](Named).parse(payload, "its name", 3).name
     except TransferError as error:

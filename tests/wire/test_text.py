@@ -18,7 +18,7 @@ from dpipe.wire.text import visible
         ("\n\n  indented", "\n  \n  indented"),
     ],
 )
-def test_what_a_terminal_obeys_is_shown(text: str, shown: str) -> None:
+def test_control_characters_are_shown(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 

@@ -1,4 +1,4 @@
-"""A file of tokens: what is shown, what is accepted, and what a bad file does."""
+"""A file of tokens: which one is shown, which are accepted, and the errors of a bad file."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_file_is_read_again(tmp_path: Path) -> None:
     assert security.tokens() == ("new", "old")
 
 
-def test_file_that_cannot_be_used_changes_nothing_and_is_said_once(
+def test_unusable_file_changes_nothing_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tokens"
@@ -55,7 +55,7 @@ def test_bad_file_is_refused_at_the_start(tmp_path: Path, content: str | None) -
         TokenFile(str(path))
 
 
-def test_no_token_accepts_the_empty_one_alone() -> None:
+def test_without_a_token_only_the_empty_one_is_accepted() -> None:
     assert Security().accepts("")
     assert not Security().accepts("guess")
     assert not Security("secret").accepts("")

@@ -1,4 +1,4 @@
-"""A wire format in one file: float8, a byte a value. Nothing in dpipe knows of it."""
+"""A wire format in one file: float8, one byte per value. dpipe itself does not know it."""
 
 import torch
 from torch import Tensor

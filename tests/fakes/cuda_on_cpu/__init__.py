@@ -29,7 +29,7 @@ _MOST_SHOWN = 1 << 16  # bytes
 
 
 def _torch_folder() -> Path:
-    """Found without an import: the device must be there first."""
+    """Without importing torch, because the device must exist first."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
@@ -96,7 +96,7 @@ class Device:
         self._take_races = self._function("take_races", number, ctypes.c_char_p, number)
 
     def take_races(self) -> tuple[int, str]:
-        """How many were found since the last call, and the first ones in words."""
+        """The number of races since the last call, and descriptions of the first ones."""
         text = ctypes.create_string_buffer(_MOST_SHOWN)
         count = self._take_races(text, _MOST_SHOWN)
         return count, text.value.decode(errors="replace")

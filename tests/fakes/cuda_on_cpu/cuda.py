@@ -89,7 +89,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """What its stream had come to; NCCL's receives may still be under way."""
+    """A position in its stream; NCCL's receives may still be running."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._timed = enable_timing
@@ -148,17 +148,17 @@ def utilization(of: Any = None) -> int:
 
 
 def _tell_what_futures_tell() -> None:
-    """Who takes a result knows what the thread knew that gave it."""
+    """A thread that takes a result has synchronised with the thread that made it."""
     give, take = Future.set_result, Future.result
 
     def set_result(self: Any, result: Any) -> None:
-        self.told = _device.tell()
+        self.event = _device.tell()
         give(self, result)
 
     def result(self: Any, timeout: float | None = None) -> Any:
         found = take(self, timeout)
-        if hasattr(self, "told"):
-            _device.see_event(self.told)
+        if hasattr(self, "event"):
+            _device.see_event(self.event)
         return found
 
     Future.set_result, Future.result = set_result, result

@@ -39,7 +39,7 @@ def _where(stream_handle: int) -> Where:
 
 
 def under_way(where: Where) -> list[threading.Event]:
-    """What has been queued on a stream and has not landed."""
+    """Receives that are queued on a stream and have not finished."""
     _receives[where] = [receive for receive in _receives[where] if not receive.is_set()]
     return list(_receives[where])
 

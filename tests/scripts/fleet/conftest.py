@@ -1,6 +1,4 @@
-"""Machines to log in to: an OpenSSH server of our own on loopback, and a small project that stands
-for dpipe's.
-"""
+"""Machines to log in to: an OpenSSH server on loopback, and a small project in place of dpipe's."""
 
 import os
 import shutil
@@ -63,12 +61,12 @@ chmod +x .venv/bin/python
 
 @dataclass
 class Sshd:
-    """One server process; `within` puts it on a host of a lab."""
+    """One server process; `within` runs it on a host of a lab."""
 
     process: subprocess.Popen[bytes]
 
     def cut_all(self) -> None:
-        """End every connection, as a network that fails for a moment does."""
+        """End every connection, like a brief failure of the network."""
         for child in psutil.Process(self.process.pid).children():
             child.kill()
 
@@ -83,7 +81,7 @@ class Keys:
 
     @property
     def lines(self) -> str:
-        """What a hosts file says of them."""
+        """Their lines in a hosts file."""
         options = [
             f"UserKnownHostsFile={self.folder}/known",
             "KexAlgorithms=curve25519-sha256",
@@ -192,7 +190,7 @@ class Cloud:
         return CliRunner().invoke(commands.main, [name, *given, *more])
 
     def play(self, text: str) -> None:
-        """What the ranks do in place of training."""
+        """Set what the ranks do instead of training."""
         (self.root / "play.py").write_text(text)
         for number in range(2):
             shutil.copy(self.root / "play.py", self.folder(number) / "src")
@@ -238,7 +236,9 @@ def new_cloud(sshd: tuple[Sshd, int], keys: Keys, root: Path) -> Cloud:
 
 
 def end_all_in(root: Path) -> None:
-    """Kill what was started there, holders too, and wait: nothing may write there any more."""
+    """Kill all processes that were started there, including holders, and wait until nothing writes
+    there any more.
+    """
     ended = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -250,7 +250,7 @@ def end_all_in(root: Path) -> None:
 
 @pytest.fixture(scope="session")
 def sockets(sshd) -> Iterator[None]:
-    """Connections outlive the commands: to make one takes longer than most tests."""
+    """Connections are shared between commands, because opening one takes longer than most tests."""
     with TemporaryDirectory(prefix="dpipe-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssh, "TemporaryDirectory", lambda prefix: nullcontext(folder))
         patch.setattr(ssh.Machine, "disconnect", lambda machine: None)

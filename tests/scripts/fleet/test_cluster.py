@@ -1,4 +1,4 @@
-"""The other commands: what is told, brought here, and ended."""
+"""The commands status, logs, collect, exec and down."""
 
 import json
 
@@ -19,7 +19,7 @@ time.sleep(60)
 """
 
 
-def test_status_tells_of_every_rank_and_host(cloud):
+def test_status_lists_every_rank_and_host(cloud):
     cloud.play('print("step 3"); sys.exit(rank)')
     cloud.run("--name", "r")
     lines = cloud("status").output.splitlines()
@@ -45,7 +45,7 @@ def test_logs_end_with_the_last_lines_of_each_rank(cloud):
     ]
 
 
-def test_logs_of_nothing_are_refused(cloud):
+def test_logs_without_a_run_are_refused(cloud):
     assert "no host has any run" in cloud("logs").output
     done = cloud("logs", "--run", "x")
     assert done.exit_code == 2

@@ -153,9 +153,7 @@ def tc_of(folder: Path, number: int) -> Path:
 
 
 def read_until(process: "subprocess.Popen[str]", words: str) -> list[str]:
-    """What a command has printed until a line with `words`. A command that ends before has
-    failed.
-    """
+    """The output of a command up to a line with `words`; fails if the command ends before."""
     seen = []
     for line in process.stdout:
         seen.append(line.rstrip())

@@ -1,4 +1,4 @@
-"""What a machine sends is put below the run's folder, and nowhere else."""
+"""Files from a machine are only written below the run's folder."""
 
 import io
 import tarfile

@@ -1,5 +1,5 @@
-"""Instances on moto's server, which answers as EC2 does: launched whole or not at all, and ended by
-their tag.
+"""Instances on moto's server, which answers like EC2: launched all or none, and terminated by their
+tag.
 """
 
 import json
@@ -32,7 +32,7 @@ HERE = "203.0.113.7/32"
 
 @pytest.fixture(scope="module")
 def boto():
-    """Makes the calls of all tests here: a client takes its time to be made."""
+    """One session for all tests, because a client takes long to create."""
     from moto.server import (
         ThreadedMotoServer,
     )  # 2 s, which workers without these tests need not take
@@ -123,7 +123,7 @@ def test_one_region_talks_over_private_addresses_of_its_group(ec2_of):
 
 
 @pytest.mark.parametrize(("market", "cycle"), [("--spot", "spot"), ("--on-demand", None)])
-def test_market_is_as_asked(ec2_of, market, cycle):
+def test_market_is_as_requested(ec2_of, market, cycle):
     up(market, "--region", ONE, "--count", "1")
     (reservation,) = ec2_of(ONE, "describe_instances", InstanceIds=[there(ONE)[0].id])[
         "Reservations"
@@ -181,7 +181,7 @@ def test_mistake_is_named_before_anything_is_launched(ec2_of, words, expected):
 
 
 class Failing:
-    """Passes calls on, but for some."""
+    """Passes calls on, except those that fail."""
 
     def __init__(self, *calls: tuple[str, str]) -> None:
         self._boto, self._failing = aws.Boto(None), calls
@@ -215,7 +215,7 @@ def test_launch_that_fails_half_way_leaves_nothing(ec2_of):
     assert [there(ONE), there(TWO), groups(ONE), groups(TWO)] == [[], [], [], []]
 
 
-def test_what_cannot_be_taken_back_is_named(ec2_of):
+def test_resources_that_cannot_be_removed_are_named(ec2_of):
     left = Failing((TWO, "run_instances"), (ONE, "terminate_instances"))
     with pytest.raises(AwsError) as error:
         launch(left, [])
@@ -253,15 +253,15 @@ def test_interrupt_leaves_nothing(ec2_of):
 
 
 class Fading(Failing):
-    """Instances that start and are gone."""
+    """Instances that end while they start."""
 
     def __call__(self, region, operation, service="ec2", **parameters):
         if operation == "run_instances":
-            told = super().__call__(region, operation, service, **parameters)
+            answer = super().__call__(region, operation, service, **parameters)
             self._boto(
-                region, "terminate_instances", InstanceIds=[told["Instances"][0]["InstanceId"]]
+                region, "terminate_instances", InstanceIds=[answer["Instances"][0]["InstanceId"]]
             )
-            return told
+            return answer
         return super().__call__(region, operation, service, **parameters)
 
 
@@ -271,11 +271,11 @@ def test_instance_that_ends_while_starting_is_named(ec2_of):
 
 
 class Late(Failing):
-    """Instances that a search by tag does not find."""
+    """Instances that a search by tag does not find yet."""
 
     def __call__(self, region, operation, service="ec2", **parameters):
-        told = super().__call__(region, operation, service, **parameters)
-        return {"Reservations": []} if operation == "describe_instances" else told
+        answer = super().__call__(region, operation, service, **parameters)
+        return {"Reservations": []} if operation == "describe_instances" else answer
 
 
 def test_instances_too_new_to_be_found_are_terminated_too(ec2_of):

@@ -1,4 +1,4 @@
-"""The hosts file: what it says, and what is wrong with it."""
+"""The hosts file: its meaning, and the errors for mistakes."""
 
 import pytest
 from fleet.hosts import HostsError, load_hosts
@@ -24,13 +24,13 @@ def test_order_of_hosts_is_that_of_ranks(hosts):
     ]
 
 
-def test_key_said_once_holds_for_hosts_that_do_not_say_otherwise(hosts):
+def test_top_level_key_applies_to_hosts_that_do_not_set_it(hosts):
     first, second = hosts(f'user = "ubuntu"\nfolder = "~/work/"\n{TWO}user = "root"\n').hosts
     assert (first.user, second.user, second.folder) == ("ubuntu", "root", "work")
 
 
-def test_ranks_meet_where_the_first_host_is_reached(hosts):
-    text = 'meeting_port = 7100\n[[host]]\naddress = "cloud-1"\nadvertise = "10.0.0.1"\n'
+def test_coordinator_is_at_the_first_hosts_advertised_address(hosts):
+    text = 'coordinator_port = 7100\n[[host]]\naddress = "cloud-1"\nadvertise = "10.0.0.1"\n'
     assert hosts(text).coordinator == "10.0.0.1:7100"
 
 
@@ -57,7 +57,14 @@ def test_fewer_slots_than_ranks_are_refused(hosts):
         ("host = ", "is not TOML"),
         ("[[host]]\nslots = 1", "host 0: 'address' is missing"),
         (f"{TWO}slot = 2", "host 1: unknown key 'slot'; did you mean 'slots'?"),
-        (f"meetingport = 1\n{TWO}", "unknown key 'meetingport'; did you mean 'meeting_port'?"),
+        (
+            f"coordinatorport = 1\n{TWO}",
+            "unknown key 'coordinatorport'; did you mean 'coordinator_port'?",
+        ),
+        (
+            f"meeting_port = 1\n{TWO}",
+            "'meeting_port' is now called 'coordinator_port'; rename it",
+        ),
         (f"{TWO}xyz = 2", "host 1: unknown key 'xyz'; known: address, advertise, user"),
         (f"slots = 0\n{TWO}", "host 0: slots: Input should be greater than or equal to 1, got 0"),
         (
@@ -78,6 +85,22 @@ def test_mistake_is_named(hosts, text, expected):
     assert expected in str(error.value)
 
 
-def test_file_that_is_not_there_is_named(tmp_path):
+def test_missing_hosts_file_is_named(tmp_path):
     with pytest.raises(HostsError, match=r"none.toml does not exist; scripts/aws up writes one"):
         load_hosts(tmp_path / "none.toml")
+
+
+def test_hosts_are_those_of_a_file_of_machines(hosts):
+    machines = '[[machine]]\nname = "a"\nhost = "10.0.0.1"\ndevices = 2\n'
+    read = hosts(machines + '[[machine]]\nname = "b"\nhost = "10.0.0.2"\n')
+    assert [(each.host.address, each.local_rank) for each in read.ranks(3)] == [
+        ("10.0.0.1", 0),
+        ("10.0.0.1", 1),
+        ("10.0.0.2", 0),
+    ]
+    assert read.coordinator == "10.0.0.1:7000"
+
+
+def test_machine_that_cannot_be_reached_is_named(hosts):
+    with pytest.raises(HostsError, match="machine 'a' has no host, the address at which it is"):
+        hosts('[[machine]]\nname = "a"')

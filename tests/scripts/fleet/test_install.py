@@ -1,4 +1,4 @@
-"""The project on machines at a commit, and what is refused before anything is changed."""
+"""Installing the project at a commit, and what is refused before anything changes."""
 
 import shutil
 
@@ -26,7 +26,7 @@ def test_other_commit_takes_away_what_it_lacks_and_nothing_else(fresh):
     assert not (fresh.folder(0) / "src/netem/__main__.py").exists()
 
 
-def test_change_that_is_not_committed_is_said(fresh):
+def test_uncommitted_change_is_reported(fresh):
     (fresh.repository / "scripts/setup").write_text("# changed")
     assert "note: 1 files differ from their last commit" in fresh("up").output
 
@@ -55,7 +55,7 @@ def test_old_python_is_refused_before_anything_is_changed(bare):
     assert not bare.folder(0).exists()
 
 
-def test_setup_that_fails_is_shown_and_counts_for_nothing(fresh):
+def test_failed_setup_is_shown_and_leaves_no_commit(fresh):
     fresh.change({"new.txt": "new"})
     (fresh.folder(1) / "src/broken").touch()
     done = fresh("up")
@@ -93,8 +93,8 @@ def test_revision_that_git_does_not_know_is_refused(bare):
     assert "git rev-parse: fatal: Needed a single revision" in done.output
 
 
-def test_environment_that_is_there_is_used_as_it_is(bare):
-    """Its packages are looked at, scripts/setup is not run."""
+def test_existing_environment_is_used_unchanged(bare):
+    """Its packages are checked, and scripts/setup is not run."""
     venv = bare.root / "venv/bin"
     venv.mkdir(parents=True)
     (venv / "python").write_text('#!/bin/sh\necho "$@" >>../../python.log\n')
@@ -112,7 +112,7 @@ def test_environment_that_is_there_is_used_as_it_is(bare):
     assert "failed (1)" in done.output
 
 
-def test_environment_without_the_compiler_of_protos_is_told_what_to_install(bare):
+def test_environment_without_grpcio_tools_says_what_to_install(bare):
     venv = bare.root / "venv/bin"
     venv.mkdir(parents=True)
     (venv / "python").write_text('#!/bin/sh\ncase "$*" in *"import grpc_tools"*) exit 1 ;; esac\n')

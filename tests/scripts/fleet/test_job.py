@@ -1,4 +1,4 @@
-"""A run before it is watched: what each rank is told, and that it starts everywhere or nowhere."""
+"""Starting a run: the arguments and environment of each rank, and that all ranks start or none."""
 
 import time
 
@@ -9,7 +9,7 @@ from fleet.job import Job
 from dpipe.errors import ConfigError
 
 HOSTS = """
-meeting_port = 7100
+coordinator_port = 7100
 [[host]]
 address = "cloud-1"
 advertise = "10.0.0.1"
@@ -71,7 +71,7 @@ def test_name_that_is_no_folder_is_refused(job, name):
         job(name=name)
 
 
-def test_configuration_that_cannot_be_is_refused(job):
+def test_invalid_configuration_is_refused(job):
     with pytest.raises(ConfigError, match="unknown key 'train.step'"):
         job("train.step=5")
 

@@ -1,4 +1,6 @@
-"""Profiles on machines: on all or on none, and off again where they have locked the user out."""
+"""Profiles on machines: applied to all or to none, and removed again if they cut off the
+connection.
+"""
 
 import json
 import time
@@ -51,15 +53,15 @@ def test_host_that_refuses_leaves_none_shaped(cloud, profile):
     assert not (cloud.folder(0) / "shaped").exists()
 
 
-def test_machine_that_is_not_reached_again_takes_its_profile_off(cloud, profile, monkeypatch):
-    monkeypatch.setattr(shaping, "DOUBT_S", 0.5)
-    told = Machine.agent
+def test_machine_that_is_cut_off_removes_its_profile(cloud, profile, monkeypatch):
+    monkeypatch.setattr(shaping, "REVERT_S", 0.5)
+    agent = Machine.agent
 
     def cut_off(machine, verb, **spec):
-        """Nothing comes through any more once the profile is on."""
+        """Drop the connection once the profile is applied."""
         if verb != "shape":
             raise Unreachable(f"host {machine.host.name} does not answer")
-        return told(machine, verb, **spec)
+        return agent(machine, verb, **spec)
 
     monkeypatch.setattr(Machine, "agent", cut_off)
     done = cloud("netem", profile(NEAR))
@@ -71,7 +73,7 @@ def test_machine_that_is_not_reached_again_takes_its_profile_off(cloud, profile,
     assert calls(cloud, 0)[-1] == "clear --device lo"
 
 
-def test_clear_takes_profiles_off_and_leaves_others(cloud, profile):
+def test_clear_removes_our_profiles_and_no_others(cloud, profile):
     cloud("netem", profile(NEAR))
     assert "cleared lo" in cloud("netem", "clear").output
     assert calls(cloud, 1)[-1] == "clear --device lo"
@@ -104,14 +106,14 @@ def test_verify_fails_where_a_link_is_off(cloud, profile):
         ("delay_ms = -1\nbandwidth_gbps = 1", "delay_ms"),
     ],
 )
-def test_profile_that_cannot_be_is_refused_before_any_host_is_shaped(cloud, profile, text, words):
+def test_invalid_profile_is_refused_before_any_host_is_shaped(cloud, profile, text, words):
     done = cloud("netem", profile(text))
     assert done.exit_code == 2
     assert words in done.output
     assert calls(cloud, 0) == []
 
 
-def test_host_by_name_cannot_be_told_apart(cloud, profile):
+def test_host_known_only_by_name_is_refused(cloud, profile):
     both = PAIRS + PAIRS.replace("from = 0\nto = 1", "from = 1\nto = 0")
     path = cloud.write_hosts(name="named.toml")
     path.write_text(

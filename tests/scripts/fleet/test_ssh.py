@@ -1,6 +1,4 @@
-"""OpenSSH's client as a function call: what it returns, what it raises, and what it leaves
-behind.
-"""
+"""Commands through OpenSSH's client: results, errors, and that nothing is left behind."""
 
 import time
 from tempfile import TemporaryDirectory
@@ -10,7 +8,7 @@ from fleet import ssh
 from fleet.hosts import load_hosts
 from fleet.ssh import HostFailed, HostRefused, Unreachable, connected, each
 
-DISCONNECT = ssh.Machine.disconnect  # not what the tests' shared connections make of it
+DISCONNECT = ssh.Machine.disconnect  # the original, not the tests' shared connections
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def test_command_gets_bytes_and_gives_bytes(machines):
     assert machines[0].run("cat; echo said >&2", stdin=b"\0\xff") == b"\0\xff"
 
 
-def test_command_that_fails_is_shown_with_its_words(machines):
+def test_failed_command_is_shown_with_its_output(machines):
     with pytest.raises(HostFailed) as error:
         machines[0].run("echo out; echo oops >&2; exit 7")
     assert (
@@ -61,7 +59,7 @@ def test_same_on_all_names_every_machine_where_it_failed(machines):
     ]
 
 
-def test_refusals_alone_are_the_user_s_to_mend(machines):
+def test_refusals_alone_are_input_errors(machines):
     def refuse(machine):
         raise HostRefused("no") if machine is machines[0] else Unreachable("nobody")
 
@@ -69,7 +67,7 @@ def test_refusals_alone_are_the_user_s_to_mend(machines):
         each(machines, refuse)
 
 
-def test_mistake_of_ours_is_not_taken_for_a_machine_s(machines):
+def test_bug_of_ours_is_not_reported_as_a_machines_failure(machines):
     def fail(machine):
         raise ZeroDivisionError
 

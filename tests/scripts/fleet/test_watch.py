@@ -1,4 +1,4 @@
-"""Runs on machines, as they are watched: good and bad ends, signals, lost connections."""
+"""Watching a run: success and failure, signals, lost connections."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from fleet import watch
 from fleet.watch import Ended
 
 COUNTS = 'for n in range(20): print(f"counts {n}", flush=True); time.sleep(0.1)'
-UNTIL_TOLD = """
-def told(*_):
+UNTIL_STOPPED = """
+def stop(*_):
     print("writes a checkpoint")
     sys.exit(0)
 
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
 time.sleep(60)
 """
-DEAF = """
+IGNORES_SIGTERM = """
 signal.signal(signal.SIGTERM, lambda *_: print("hears", flush=True))
 print("ready", flush=True)
 while True:
@@ -27,13 +27,13 @@ while True:
 
 
 def ready(cloud, name="r", word="ready"):
-    """Whether both ranks have come so far."""
+    """Whether both ranks have started."""
     logs = [cloud.folder(n) / f"cluster/{name}/rank-{n}.log" for n in range(2)]
     return lambda: all(log.exists() and word in log.read_text() for log in logs)
 
 
 def followed(cloud, number):
-    """Whether a host is watched, which is once all ranks were started."""
+    """Whether the run is followed, which begins when all ranks have started."""
     folder = str(cloud.folder(number))
 
     def found(process):
@@ -67,7 +67,7 @@ def test_first_failure_is_named_and_stops_the_others(cloud, monkeypatch):
     ]
 
 
-def test_rank_that_is_killed_is_told_by_its_signal(cloud):
+def test_killed_rank_is_reported_with_its_signal(cloud):
     cloud.play("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     done = cloud.run("--name", "r")
     assert done.exit_code == 137
@@ -78,7 +78,7 @@ def test_rank_that_is_killed_is_told_by_its_signal(cloud):
 
 
 def test_interrupt_asks_for_a_checkpoint(cloud, later):
-    cloud.play(UNTIL_TOLD)
+    cloud.play(UNTIL_STOPPED)
     later(ready(cloud), lambda: os.kill(os.getpid(), signal.SIGINT))
     done = cloud.run("--name", "r")
     assert done.exit_code == 0, done.output
@@ -90,7 +90,7 @@ def test_interrupt_asks_for_a_checkpoint(cloud, later):
 
 
 def test_second_interrupt_kills(cloud, later):
-    cloud.play(DEAF)
+    cloud.play(IGNORES_SIGTERM)
     later(ready(cloud), lambda: os.kill(os.getpid(), signal.SIGINT))
     later(ready(cloud, word="hears"), lambda: os.kill(os.getpid(), signal.SIGINT))
     done = cloud.run("--name", "r")
@@ -109,7 +109,7 @@ def test_lost_connection_loses_no_line_and_repeats_none(cloud, later):
         assert seen == [f"rank {rank} | counts {n}" for n in range(20)]
 
 
-def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
+def test_lost_host_is_reported(cloud, monkeypatch, later):
     monkeypatch.setattr(watch, "LOST_S", 1.0)
     monkeypatch.setattr(watch, "RETRY_S", 0.1)
     cloud.play("time.sleep(60)")
@@ -127,7 +127,7 @@ def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
     assert "No such file or directory" in done.output
 
 
-def test_detached_run_is_taken_up_again(cloud):
+def test_detached_run_is_followed_again(cloud):
     cloud.play(COUNTS)
     assert cloud.run("--name", "r", "--detach").exit_code == 0
     done = cloud("logs", "-f", "-n", "0")

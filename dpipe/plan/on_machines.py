@@ -1,0 +1,150 @@
+"""What a step takes on the machines of `predict.machines`, by replica and stage. No torch.
+
+Ranks sit in the order of the file: those of the first replica first.
+
+    machines.toml   a (devices = 2)  b  c         2 stages, 2 replicas
+    replica 0       a                a            stage 0 on a, stage 1 on a
+    replica 1                           b  c      stage 0 on b, stage 1 on c
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dpipe.config.load import Config
+from dpipe.errors import ConfigError
+from dpipe.machines.file import load_machines
+from dpipe.machines.machine import Cluster, LayerTime, Machine
+from dpipe.machines.seats import Seats, hosts_of, seats_in_order
+from dpipe.network.link import Host
+from dpipe.plan.costs import LayerCosts
+from dpipe.timeline.cost import Cost
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a run sit; a tensor-parallel group is one of them."""
+
+    cluster: Cluster
+    seats: Seats  # by rank
+
+    def machine(self, rank: int) -> Machine:
+        return self.cluster.machine(self.seats[rank])
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """Machines whose ranks have to share cores."""
+        hosts = hosts_of(self.cluster, self.seats)
+        return tuple(host for host in hosts if host.computes and host.cores < len(host.ranks))
+
+
+def placement_of(config: Config) -> Placement | None:
+    """None without `predict.machines`. Raises `ConfigError` where the machines hold fewer ranks
+    than the run has, `ProfileError` for links that are missing between those that hold some.
+    """
+    path = config.predict.machines
+    if path is None:
+        return None
+    cluster = load_machines(path)
+    seats = seats_in_order(cluster, config.ranks_per_machine)
+    num_ranks = config.num_machines
+    if len(seats) < num_ranks:
+        of_group = ""
+        if config.ranks_per_machine > 1:
+            of_group = f" of {config.ranks_per_machine} devices each, on one machine"
+        raise ConfigError(
+            f"the run takes {num_ranks} places{of_group}, but the machines of {path} have "
+            f"{len(seats)}: list more machines or devices, or give the run fewer stages or replicas"
+        )
+    seats = seats[:num_ranks]
+    cluster.check_links(dict.fromkeys(seats))
+    return Placement(cluster, seats)
+
+
+def costs_on(
+    config: Config,
+    placement: Placement,
+    cost_of: Callable[[Machine], Cost],
+) -> tuple[Cost, ...]:
+    """By replica; `cost_of` is what all stages would take on one machine."""
+    by_machine: dict[str, Cost] = {}
+    for name in placement.seats:
+        if name not in by_machine:
+            by_machine[name] = cost_of(placement.cluster.machine(name))
+    num_ranks = config.pipeline.ranks
+    costs = []
+    for first in range(0, len(placement.seats), num_ranks):
+        names = placement.seats[first : first + num_ranks]
+        costs.append(_of_stages(by_machine, names))
+    return tuple(costs)
+
+
+def _of_stages(by_machine: Mapping[str, Cost], names: Sequence[str]) -> Cost:
+    """Of one replica, whose ranks are on the machines `names`; stages are dealt out in turn."""
+    any_of_them = by_machine[names[0]]
+    costs = [by_machine[names[stage % len(names)]] for stage in range(any_of_them.num_stages)]
+    return replace(
+        any_of_them,
+        forward_us=tuple(cost.forward_us[stage] for stage, cost in enumerate(costs)),
+        backward_us=tuple(cost.backward_us[stage] for stage, cost in enumerate(costs)),
+        input_us=tuple(cost.input_us[stage] for stage, cost in enumerate(costs)),
+        weight_us=tuple(cost.weight_us[stage] for stage, cost in enumerate(costs)),
+    )
+
+
+def slowest(costs: Sequence[Cost]) -> Cost:
+    """Each stage as slow as in the replica where it is slowest: what an order of all replicas is
+    looked for with.
+    """
+    return replace(
+        costs[0],
+        forward_us=_longest([cost.forward_us for cost in costs]),
+        backward_us=_longest([cost.backward_us for cost in costs]),
+        input_us=_longest([cost.input_us for cost in costs]),
+        weight_us=_longest([cost.weight_us for cost in costs]),
+    )
+
+
+def _longest(taken_us: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """By stage, of all replicas."""
+    return tuple(map(max, zip(*taken_us, strict=True)))
+
+
+def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCosts:
+    """`layers`, which are at `predict.gflops`, as they were measured on `machine`, or else at its
+    own gflops. Raises `ProfileError` for a machine where some were measured and others were not.
+    """
+    if not machine.layers:
+        times_faster = (machine.gflops or config.predict.gflops) / config.predict.gflops
+        return replace(
+            layers,
+            forward_s=tuple(seconds / times_faster for seconds in layers.forward_s),
+            backward_s=tuple(seconds / times_faster for seconds in layers.backward_s),
+            core_s=tuple(seconds / times_faster for seconds in layers.core_s),
+        )
+    size = config.microbatch_size
+    kinds = layer_kinds(config, len(layers.forward_s))
+    measured = [machine.layer_time(kind, size) for kind in kinds]
+    forward_s = tuple(layer.forward_ms / 1e3 for layer in measured)
+    # Attention cores are not timed apart from their block: by their share of its operations.
+    core_s = []
+    for seconds, counted_s, core in zip(forward_s, layers.forward_s, layers.core_s, strict=True):
+        core_s.append(seconds * core / counted_s if counted_s else 0.0)
+    return replace(
+        layers,
+        forward_s=forward_s,
+        backward_s=tuple(layer.backward_ms / 1e3 for layer in measured),
+        core_s=tuple(core_s),
+        input_s=tuple(_half_ms(layer, layer.backward_input_ms) / 1e3 for layer in measured),
+        weight_s=tuple(_half_ms(layer, layer.backward_weight_ms) / 1e3 for layer in measured),
+    )
+
+
+def _half_ms(layer: LayerTime, measured_ms: float | None) -> float:
+    return layer.backward_ms / 2 if measured_ms is None else measured_ms
+
+
+def layer_kinds(config: Config, num_layers: int) -> Sequence[str | int]:
+    """By layer, what `machines.toml` calls it."""
+    if config.model.is_transformer:
+        return ("embedding", *["block"] * (num_layers - 2), "head")
+    return range(num_layers)

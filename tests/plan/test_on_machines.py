@@ -1,0 +1,143 @@
+"""A step predicted on the machines of a file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpipe.config.load import Config, build
+from dpipe.errors import ConfigError, ProfileError
+from dpipe.machines.machine import LayerTime, Machine
+from dpipe.network.link import Host, Link, Network
+from dpipe.plan.assumed_network import assumed_network
+from dpipe.plan.costs import transformer_costs
+from dpipe.plan.forecast import forecast
+from dpipe.plan.on_machines import layers_on, placement_of
+from dpipe.plan.text import forecast_text
+
+EVEN = """
+[default_link]
+delay_ms = 1
+bandwidth_gbps = 1
+"""
+FOUR = EVEN + "".join(f'[[machine]]\nname = "{name}"\n' for name in "abcd")
+MODEL: dict[str, Any] = {"num_layers": 2, "width": 32, "num_heads": 2, "context": 16}
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    def make(machines: str | None, **sections: dict[str, Any]) -> Config:
+        predict = {}
+        if machines is not None:
+            path = tmp_path / "m.toml"
+            path.write_text(machines)
+            predict["machines"] = str(path)
+        train = {"batch_size": 8, "num_microbatches": 4}
+        pipeline = {"stages": 2}
+        return build(
+            {"model": MODEL, "train": train, "pipeline": pipeline, "predict": predict} | sections
+        )
+
+    return make
+
+
+def test_equal_machines_are_predicted_as_ranks_of_one_network(job) -> None:
+    plain = forecast(job(None), network=Network("m", Link(1, 1)))
+    assert forecast(job(FOUR)).timeline == plain.timeline
+
+
+def test_stage_takes_as_long_as_on_its_machine(job) -> None:
+    machines = EVEN + '[[machine]]\nname = "a"\n[[machine]]\nname = "b"\ngflops = 5\n'
+    even = forecast(job(FOUR)).cost
+    (uneven,) = forecast(job(machines)).costs
+    assert uneven.forward_us == (even.forward_us[0], 4 * even.forward_us[1])
+    assert uneven.weight_us == (even.weight_us[0], 4 * even.weight_us[1])
+
+
+def test_replicas_take_as_long_as_on_their_machines(job) -> None:
+    two = {"replicas": 2, "kind": "all-reduce"}
+    speeds = [20, 20, 10, 40]
+    machines = EVEN
+    for name, gflops in zip("abcd", speeds, strict=True):
+        machines += f'[[machine]]\nname = "{name}"\ngflops = {gflops}\n'
+    even = forecast(job(FOUR, data_parallel=two))
+    uneven = forecast(job(machines, data_parallel=two))
+    first, second = uneven.costs
+    assert first == even.costs[0]
+    assert second.forward_us == (2 * first.forward_us[0], first.forward_us[1] / 2)
+    # The order of all replicas is looked for with the slower of each stage.
+    assert uneven.cost.forward_us == (second.forward_us[0], first.forward_us[1])
+    assert uneven.step_us > even.step_us
+
+
+def test_measured_layers_are_taken_as_they_were_measured(job) -> None:
+    config = job(FOUR, pipeline={"stages": 2, "recompute": "selective"})
+    counted = transformer_costs(config)
+    times = (
+        LayerTime("embedding", 2, 1, 2),
+        LayerTime("block", 2, 10, 20, 12, 9),
+        LayerTime("head", 2, 3, 6),
+    )
+    layers = layers_on(config, counted, Machine("a", layers=times))
+    assert layers.forward_s == (0.001, 0.01, 0.01, 0.003)
+    assert layers.backward_s == (0.002, 0.02, 0.02, 0.006)
+    assert layers.input_s == (0.001, 0.012, 0.012, 0.003)
+    assert layers.weight_s == (0.001, 0.009, 0.009, 0.003)
+    share = counted.core_s[1] / counted.forward_s[1]
+    assert layers.core_s == pytest.approx((0, 0.01 * share, 0.01 * share, 0))
+
+
+def test_layer_that_was_not_measured_is_named(job) -> None:
+    layer = '[[machine.layer]]\nkind = "block"\nmicro_batch_size = 1\nforward_ms = 1\nbackward_ms=1'
+    with pytest.raises(ProfileError, match="machine 'a' says nothing of layer 'embedding'"):
+        forecast(job(f'[[machine]]\nname = "a"\ndevices = 2\n{layer}'))
+
+
+def test_ranks_of_a_machine_share_its_cores_and_talk_past_its_interface(job) -> None:
+    config = job(
+        '[[machine]]\nname = "a"\ndevices = 2\ncores = 1\ngflops = 1\negress_gbps = 0.001\n'
+    )
+    placement = placement_of(config)
+    assert placement is not None
+    assert placement.hosts == (Host((0, 1), 1),)
+    shared_us = forecast(config).step_us
+    alone = job('[[machine]]\nname = "a"\ndevices = 2\ncores = 2\ngflops = 1\n')
+    assert placement_of(alone).hosts == ()
+    assert shared_us > 1.3 * forecast(alone).step_us
+
+
+def test_tensor_parallel_group_sits_on_one_machine(job) -> None:
+    machines = EVEN + '[[machine]]\nname = "a"\ndevices = 3\n[[machine]]\nname = "b"\ndevices = 2\n'
+    config = job(machines, tensor_parallel={"size": 2})
+    assert placement_of(config).seats == ("a", "b")
+    with pytest.raises(
+        ConfigError,
+        match="takes 3 places of 2 devices each, on one machine, but the machines of .* have 2",
+    ):
+        forecast(job(machines, tensor_parallel={"size": 2}, pipeline={"stages": 3}))
+
+
+def test_too_few_machines_are_refused(job) -> None:
+    with pytest.raises(ConfigError, match="takes 2 places, but the machines of .* have 1: list"):
+        forecast(job('[[machine]]\nname = "a"\n'))
+
+
+def test_links_that_are_missing_are_named_by_machine(job) -> None:
+    with pytest.raises(ProfileError, match="no link from machine a to b, b to a; list each pair"):
+        forecast(job('[[machine]]\nname = "a"\n[[machine]]\nname = "b"\n'))
+
+
+def test_file_of_machines_may_stand_for_a_profile(tmp_path: Path) -> None:
+    """Its rates are those of messages: no headers are taken off."""
+    path = tmp_path / "office.toml"
+    path.write_text(FOUR)
+    network = assumed_network(str(path), 1, headers=True)
+    assert (network.name, network.link(0, 3)) == ("office", Link(1, 1))
+
+
+def test_prediction_says_whose_machines_they_are(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(FOUR)
+    (tmp_path / "job.toml").write_text("[pipeline]\nstages = 2\n")
+    override = f"predict.machines={tmp_path / 'm.toml'}"
+    text = forecast_text(str(tmp_path / "job.toml"), (override,), None, as_json=False)
+    assert f"on the machines of {tmp_path / 'm.toml'}" in text

@@ -1,0 +1,116 @@
+"""Ranks and messages that share the cores of a machine, in numbers worked out by hand."""
+
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+
+from dpipe.network.link import Host, Link, Network
+from dpipe.schedule.generate import forward_only, gpipe
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
+from dpipe.timeline.simulate import simulate, simulate_alone
+from dpipe.timeline.span import Lane, Timeline
+
+NEAR = Network(default=Link(0.0, 1.0))
+BYTES_PER_US = 125  # of NEAR
+
+
+def spans(timeline: Timeline, *lanes: Lane) -> str:
+    """One line a rank and lane: what ran from when to when."""
+    return "\n".join(
+        f"{rank} {lane}: "
+        + "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(rank, lane))
+        for rank in range(timeline.num_ranks)
+        for lane in lanes
+    )
+
+
+def lines(text: str) -> str:
+    return dedent(text).strip()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (8, 8)])
+def test_ranks_share_cores_by_their_threads(cores: int, threads: int) -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    host = Host((0, 1), cores, threads)
+    timeline = simulate_alone(Scenario(forward_only(2, 2), cost, NEAR, [host]))
+    assert spans(timeline, Lane.COMPUTE) == lines("""
+        0 compute: 0F0 0-10  0F1 10-30
+        1 compute: 1F0 10-30  1F1 30-40
+    """)
+
+
+def test_rank_of_two_threads_leaves_a_third_core_to_a_message() -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    host = Host((0, 1), cores=3, threads=2, message_us=3)
+    timeline = simulate_alone(Scenario(forward_only(2, 2), cost, NEAR, [host]))
+    # The message of 0F0 takes from 10 to 16 at its two ends. Then rank 1 computes as well, and four
+    # threads share three cores: the other 4 us of 0F1 take a third longer.
+    second = timeline.on(0, Lane.COMPUTE)[1]
+    assert (second.start_us, second.end_us) == pytest.approx((10, 16 + 4 * 4 / 3))
+
+
+def test_rank_pinned_to_a_core_shares_it_with_its_messages_alone() -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    hosts = [Host((0,), 1, message_us=3), Host((1,), 1, message_us=3)]
+    timeline = simulate_alone(Scenario(forward_only(2, 2), cost, NEAR, hosts))
+    # 0F0 takes until 10. Half of the core then goes to its message: 3 us of work take 6, and so
+    # much of 0F1 is done as well. Rank 1 is idle, and has the message 3 us later.
+    assert spans(timeline, Lane.COMPUTE) == lines("""
+        0 compute: 0F0 0-10  0F1 10-23
+        1 compute: 1F0 19-32  1F1 32-42
+    """)
+
+
+def test_message_is_handled_at_both_ends_and_its_bytes_at_once_with_the_wire() -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=1000 * BYTES_PER_US)
+    timeline = simulate_alone(
+        Scenario(forward_only(2, 1), cost, NEAR, [Host((0, 1), 9, message_us=3, us_per_mb=8000)])
+    )
+    # 1000 us on the wire, 1000 us of work at either end meanwhile.
+    assert timeline.on(1, Lane.COMPUTE)[0].start_us == pytest.approx(10 + 3 + 1000 + 3)
+
+
+def test_python_goes_ahead_of_each_computation() -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0, update_us=5)
+    slow = replace(cost, python_us=(1.0, 2.0))
+    timeline = simulate_alone(Scenario(gpipe(2, 1), slow, NEAR))
+    assert spans(timeline, Lane.COMPUTE, Lane.UPDATE) == lines("""
+        0 compute: 0F0 0-11  0B0 45-66
+        0 update: 0STEP 66-71
+        1 compute: 1F0 11-23  1B0 23-45
+        1 update: 1STEP 45-50
+    """)
+
+
+def test_rank_prepares_a_step_before_it_computes() -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0, update_us=5)
+    timeline = simulate_alone(Scenario(gpipe(2, 1), replace(cost, between_us=(4.0, 30.0)), NEAR))
+    assert spans(timeline, Lane.BETWEEN, Lane.COMPUTE) == lines("""
+        0 between: 0VOTE 0-4
+        0 compute: 0F0 4-14  0B0 60-80
+        1 between: 1VOTE 0-30
+        1 compute: 1F0 30-40  1B0 40-60
+    """)
+
+
+def test_step_time_has_what_a_rank_does_between_steps() -> None:
+    """Rank 0's 4 us: rank 1 does its own while it waits."""
+    cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0, update_us=5)
+    busy = replace(cost, between_us=(4.0, 9.0))
+    assert simulate(gpipe(2, 1), cost, NEAR, ballots=NEAR).step_us == pytest.approx(65)
+    assert simulate(gpipe(2, 1), busy, NEAR, ballots=NEAR).step_us == pytest.approx(69)
+
+
+def test_ballots_are_messages_to_and_from_the_coordinator() -> None:
+    """Two ballots of 3 us at either end; the coordinator handles them one after the other, and then
+    two verdicts.
+    """
+    cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0, update_us=5)
+    host = Host((0, 1), cores=9, message_us=3)
+    timeline = simulate_alone(Scenario(gpipe(2, 1), cost, NEAR, [host], ballots=NEAR))
+    voted_us = timeline.on(0, Lane.COMPUTE)[-1].end_us
+    stepped_us = [timeline.on(rank, Lane.UPDATE)[-1].start_us for rank in range(2)]
+    # Rank 0 is last: its ballot 3 us to write and 3 to read, then a verdict for each, read in 3.
+    assert stepped_us == pytest.approx([voted_us + 6 + 3 + 6, voted_us + 6 + 6 + 3])
