@@ -8,6 +8,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     composition   run            a configuration becomes ranks that train
                   processes      which rank a process is, and starting them all
     training      engine         the loop: executor, recorder, update, trainer
+                  measure        what machines and links are, before a run
                   report         metrics, what a person sees, the trace of a run
                   plan           before a run: what it takes, where to cut the model
                   memory         what each rank will hold

@@ -22,12 +22,15 @@ from statistics import median
 from typing import Any
 
 import click
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from table import ROOT
 from trials import append, commit_of_tree, read_table, run_to_end, whole_lines
 from venue import ThisMachine
 
+from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
+from dpipe.plan.run_plan import draft, measure_layers
 from dpipe.report.trace import Trace, load_trace
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import Steady
@@ -79,11 +82,21 @@ _BESIDE = ("python_us", "between_us")
 _MESSAGES = ("message_us", "us_per_mb")  # by a core, at both ends
 
 
-def ladder(scenario: Scenario) -> dict[str, Scenario]:
-    """By name of the part that each has more than the one before."""
+def ladder(scenario: Scenario, alone_us: Sequence[float]) -> dict[str, Scenario]:
+    """By name of the part that each has more than the one before. `alone_us` is what forward and
+    backward of each stage take where nothing else runs.
+    """
     computing = _without(scenario, "update_us", "vote_us", *_BESIDE, *_MESSAGES)
+    a_core_each = replace(computing, hosts=())
+    # Backward takes two thirds of it.
+    undisturbed = replace(
+        computing.cost,
+        forward_us=tuple(us / 3 for us in alone_us),
+        backward_us=tuple(us * 2 / 3 for us in alone_us),
+    )
     return {
-        "computing, a core for each rank": replace(computing, hosts=()),
+        "computing, measured alone": replace(a_core_each, cost=undisturbed),
+        "computing beside others": a_core_each,
         "ranks share cores": computing,
         "vote and optimizer": _without(scenario, *_BESIDE, *_MESSAGES),
         "Python, data, log": _without(scenario, *_MESSAGES),
@@ -91,25 +104,38 @@ def ladder(scenario: Scenario) -> dict[str, Scenario]:
     }
 
 
+def alone_us(config: Config) -> list[float]:
+    """Of each stage: its layers, one after the other in this process, the best of three times."""
+    torch.set_num_threads(config.node.threads)
+    run_plan = draft(config, predicts_memory=False)
+    layer_s = measure_layers(run_plan)
+    stages = range(config.pipeline.stages)
+    whole_us = [sum(layer_s[layer] for layer in run_plan.layers_of(s)) * 1e6 for s in stages]
+    return [us / config.tensor_parallel.size for us in whole_us]
+
+
 def run(cells: Cells, cell: Cell, folder: Path) -> dict[str, Any]:
     """The line of one run. Raises `RunError` where it fails."""
     overrides = (*cells.overrides, *cell.overrides, f"run.folder={json.dumps(str(folder))}")
     venue = Pinned() if cell.pinned else ThisMachine()
     load_before = os.getloadavg()[0]
+    undisturbed_us = alone_us(load(ROOT / cell.config, overrides))
     rows = run_to_end(ROOT / cell.config, overrides, venue, timeout_s=_TIMEOUT_S)
     trace = load_trace(folder)
-    return {"name": cell.name, **_measured(trace, rows)} | {
+    return {"name": cell.name, **_measured(trace, rows, undisturbed_us)} | {
         "date": date.today().isoformat(),
         "load": load_before,
         "commit": commit_of_tree(),
     }
 
 
-def _measured(trace: Trace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _measured(
+    trace: Trace, rows: Sequence[dict[str, Any]], undisturbed_us: Sequence[float]
+) -> dict[str, Any]:
     traced = {step for step, _, _ in trace.steps}
     seconds = [row["step_s"] for row in rows if row["step"] in traced and "step_s" in row]
     parts_ms = {}
-    for name, scenario in ladder(trace.scenario).items():
+    for name, scenario in ladder(trace.scenario, undisturbed_us).items():
         parts_ms[name] = Steady(scenario.lowered()).period() / 1e3
     host = trace.scenario.hosts[0]
     measured_ms = median(seconds) * 1e3

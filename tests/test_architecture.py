@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
     "session": {"errors", "wire"},
+    "coordinator": BELOW_CONFIG | {"session"},
     "transport": BELOW_CONFIG | {"session"},
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
     "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
@@ -55,9 +56,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": BELOW_MEETING | {"data"},
     "plan": BELOW_MEETING | {"data", "store", "memory", "search"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
+    "measure": BELOW_MEETING | {"session", "data", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
     "processes": {"errors", "report"},
-    "run": BELOW_TRAINING | {"engine", "processes"},
+    "run": BELOW_TRAINING | {"engine", "measure", "processes"},
     "baselines": BELOW_TRAINING | {"engine", "processes", "run"},
     "bench": BELOW_TRAINING | {"engine", "processes", "run", "baselines"},
     "cli": BELOW_TRAINING | {"engine", "processes", "run", "bench"},
@@ -103,13 +105,16 @@ STILL_DENSE = {
     "data": 8.2,
     "dataparallel": 8.2,
     "engine": 8.15,
+    "measure": 8.05,
     "memory": 8.1,
     "network": 8.2,
     "paramserver": 8.2,
     "paramworker": 8.25,
     "plan": 8.1,
+    "schedule": 8.05,
+    "search": 8.1,
     "stage": 8.15,
-    "timeline": 8.1,
+    "timeline": 8.15,
 }
 
 # Tools beside dpipe, with the same limits for files and lines.

@@ -31,6 +31,7 @@ from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
 from dpipe.report.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.report.pace import Pace, silent
+from dpipe.report.timers import timers_ms
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
@@ -39,7 +40,6 @@ from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
 from dpipe.timeline.span import Lane
-from dpipe.timeline.timers import timers_ms
 from dpipe.transport.local import LocalHub
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.codec import codec

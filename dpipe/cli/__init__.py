@@ -5,7 +5,7 @@ options.py         arguments and options of several commands, and the printing o
 training.py        train, launch, serve
 foresight.py       simulate, schedule, trace
 model.py           generate
-measuring.py       bench
+measuring.py       bench, measure
 configuration.py   config
 
 To add a command: write it in the file of its group, with an example in its help, and add it to the

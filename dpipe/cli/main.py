@@ -9,7 +9,7 @@ import click
 from dpipe import __version__
 from dpipe.cli.configuration import config
 from dpipe.cli.foresight import schedule, simulate, trace
-from dpipe.cli.measuring import bench
+from dpipe.cli.measuring import bench, measure
 from dpipe.cli.model import generate
 from dpipe.cli.training import launch, serve, train
 from dpipe.errors import DpipeError
@@ -47,6 +47,7 @@ for command in (
     config,
     generate,
     launch,
+    measure,
     schedule,
     serve,
     simulate,

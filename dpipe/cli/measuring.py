@@ -1,8 +1,13 @@
-"""Commands that measure: bench."""
+"""Commands that measure: bench, measure."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import click
 
-from dpipe.cli.options import JSON, show
+from dpipe.cli.options import CONFIG, JSON, MAX_WAIT_S, OVERRIDE, TRUST_CODE, NumberRange, show
 
 BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 
@@ -38,3 +43,60 @@ def bench(name: str, hosts: str, rank: int, quick: bool, as_json: bool) -> None:
 
     addresses = tuple(hosts.split(",")) if hosts else ()
     show(bench_text(name, as_json, addresses, rank, quick=quick))
+
+
+@click.command()
+@CONFIG
+@OVERRIDE
+@click.option("--rank", type=click.IntRange(min=0), help="This process's rank.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Number of machines.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
+@click.option("--alone", is_flag=True, help="This machine only, without links.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=NumberRange(min=0, min_open=True, max=MAX_WAIT_S),
+    help="Seconds to wait for the other ranks; default: timeouts.join.",
+)
+@click.option("--name", help="This machine's name in the file; default: its host name.")
+@click.option(
+    "--price",
+    "price_per_hour",
+    type=NumberRange(min=0, max=1e9),
+    help="What this machine costs an hour, in any currency.",
+)
+@click.option(
+    "--micro-batch-size",
+    "micro_batch_sizes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Sequences in a micro-batch that layers are measured with; may be repeated. Default: "
+    "CONFIG's.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("machines.toml"),
+    show_default=True,
+    help="What rank 0 writes.",
+)
+@TRUST_CODE
+def measure(config: str, overrides: tuple[str, ...], alone: bool, **options: Any) -> None:
+    """Measure the machines and the links between them, for `dpipe plan`.
+
+    One process a machine. Measured are what this model's layers take, the free memory, each link's
+    delay, jitter, loss and rate, and what each machine sends and receives when all do.
+
+    \b
+    Example, on each of two machines:
+      dpipe measure job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000
+      dpipe measure job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000
+    """
+    from dpipe.report.display import lasting
+    from dpipe.run.measuring import measure_to_file
+
+    placed = [options[key] is not None for key in ("rank", "world_size", "coordinator")]
+    if alone and any(placed):
+        raise click.UsageError("--alone goes without --rank, --world-size and --coordinator.")
+    say = partial(click.echo, file=lasting(sys.stderr))
+    measure_to_file(config, overrides, alone=alone, say=say, **options)

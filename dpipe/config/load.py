@@ -124,6 +124,17 @@ class Config(Section):
         # Short enough to be compared by eye: it tells configurations apart, and is no secret.
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
 
+    def layers_digest(self) -> str:
+        """A hash of what the time of a layer depends on: the model and its precision."""
+        of_layers = [f"train.{key}" for key in ("precision", "parameters", "compile")]
+        shared = self.shared()
+        chosen = {
+            key: value
+            for key, value in shared.items()
+            if key.startswith("model.") or key in of_layers
+        }
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
     def with_(self, **overrides: Any) -> "Config":
         """A copy with some keys replaced, `config.with_(train__steps=5)`, and checked again. Raises
         `ConfigError`.

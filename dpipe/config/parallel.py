@@ -30,7 +30,8 @@ class PipelineConfig(Section):
     """Stages that the layers are cut into."""
 
     stages_per_rank: Count = 1
-    """Stages on each rank. Above 1 for "interleaved"; "gpipe" and "auto" can have it too."""
+    """Stages on each rank. Above 1 for "interleaved", 2 for "zb-v"; "gpipe" and "auto" can have it
+    too."""
 
     schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
@@ -91,6 +92,11 @@ class PipelineConfig(Section):
                 f'pipeline.schedule "{self.schedule}" has one stage a rank: '
                 "pipeline.stages_per_rank above 1 goes with pipeline.schedule "
                 f"{who_take('stages_per_rank')}"
+            )
+        only = generator.only_stages_per_rank
+        if only is not None and self.stages_per_rank != only:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank {only}'
             )
         if self.stages_per_rank == 1 and generator.needs_several_stages:
             raise ValueError(

@@ -1,6 +1,6 @@
 """`machines.toml`, read and written. What is written reads as it was, to the last digit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -105,11 +105,14 @@ def dump_machines(cluster: Cluster) -> str:
     return "\n".join(blocks)
 
 
-def save_machines(cluster: Cluster, path: str | Path) -> None:
-    """Write the file; one that is there is replaced as a whole, so that no reader sees a part."""
+def save_machines(cluster: Cluster, path: str | Path, comments: Iterable[str] = ()) -> None:
+    """Write the file, with `comments` on top; one that is there is replaced as a whole, so that no
+    reader sees a part.
+    """
+    lines = [f"# {line}\n" for comment in comments for line in comment.splitlines()]
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    part.write_text(dump_machines(cluster), encoding="utf-8")
+    part.write_text("".join(lines) + dump_machines(cluster), encoding="utf-8")
     part.replace(path)
 
 

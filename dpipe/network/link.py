@@ -308,7 +308,7 @@ class Host:
     """
 
     ranks: tuple[int, ...]
-    cores: int
+    cores: float  # 0.5: a rank that gets half of one
     threads: int = 1  # that a rank computes with, each on a core
     message_us: float = 0.0  # of a core, at either end of each message
     us_per_mb: float = 0.0  # the same, for each megabyte

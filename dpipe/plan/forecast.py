@@ -31,7 +31,7 @@ from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import exchange, silent
-from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
+from dpipe.schedule.generate import AUTO, evaluation, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.size import num_messages
@@ -114,8 +114,8 @@ def without_search(
     stages: Stages = (),
     ballots: Network | None = None,
 ) -> Schedule:
-    """As `choose_schedule`, but "auto" gives its first candidate, which places the stages alike: a
-    search takes seconds.
+    """As `choose_schedule`, but "auto" gives its first candidate: a search takes seconds. In it a
+    rank has a link to every rank that it has one to in what a search finds.
     """
     if config.pipeline.schedule != AUTO:
         return choose_schedule(config, cost, network, replicas, stages, ballots)
@@ -161,7 +161,7 @@ def forecast(
     return Forecast(
         split=cut,
         schedule=schedule,
-        eval_schedule=_eval_schedule(config),
+        eval_schedule=_eval_schedule(schedule),
         cost=cost,
         network=network,
         timeline=timeline,
@@ -260,9 +260,9 @@ def _lowered(order: Schedule, cost: Cost, replicas: Replicas | None) -> Schedule
     return schedule
 
 
-def _eval_schedule(config: Config) -> Schedule:
-    pipeline = config.pipeline
-    forward = forward_only(pipeline.stages, config.train.num_microbatches, pipeline.stages_per_rank)
+def _eval_schedule(training: Schedule) -> Schedule:
+    """For stages that live where they train."""
+    forward = evaluation(training.rank_of_stage, training.num_microbatches)
     schedule = lower(forward, step=False)
     check(schedule)
     return schedule

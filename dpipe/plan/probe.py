@@ -56,7 +56,7 @@ def probe(
     tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
     costs = []
     for index in range(len(model.layers)):
-        recipe = _recipe(model.layers[index], tensors, dtype)
+        recipe = recipe_of(model.layers[index], tensors, dtype)
         if recipe in _KNOWN:
             cost, tensors = _KNOWN[recipe]
         else:
@@ -101,7 +101,7 @@ def _probe_layer(
     return cost, outputs
 
 
-def _recipe(
+def recipe_of(
     make: Callable[[], nn.Module],
     inputs: tuple[torch.Tensor, ...],
     dtype: torch.dtype,

@@ -34,7 +34,7 @@ from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
 _FLOAT_BYTES = 4
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def draft(
     # What takes no time comes first: an error is there before seconds of counting and reading.
     _check_surroundings(config)
     model = make_model(config)
-    stored = _DTYPES[config.train.parameters]
+    stored = DTYPES[config.train.parameters]
     if probed is None:
         probed = probe(model, _inputs(config), config.train.seed, stored)
     check_recompute(config, probed)
@@ -241,7 +241,7 @@ def stage_runner(config: Config, model: LayeredModel) -> StageRunner:
         seed=config.train.seed,
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
-        stored=_DTYPES[config.train.parameters],
+        stored=DTYPES[config.train.parameters],
         device=config.node.device,
     )
 

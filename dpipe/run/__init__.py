@@ -11,6 +11,7 @@ agreement.py          the configured kind of data parallelism, built
 parameter_servers.py  the run's parameter servers: in its ranks, or by themselves
 resume.py             which checkpoint every rank has, and copying its values in
 generate.py           text from a checkpoint
+measuring.py          what `dpipe measure` does: join the others, measure, write the file
 results.py            trace inputs, summary and sample at the end of a run
 
 To change what a rank is made of: build.py's `assemble`, and the file above that makes the part.

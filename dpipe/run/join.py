@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,10 @@ def joined(
         stack.callback(transport.close)
         if join_s is None:
             join_s = config.timeouts.join
-        coordinator = _join(config, process, security, join_s, stack, links)
+        keep = partial(keep_upload, folder)
+        coordinator = stack.enter_context(
+            coordinated(config, process, security, join_s, links.port, config.shared(), keep)
+        )
         coordinator.on_abort(transport.fail)
         try:
             transport.prepare(coordinator, peers)
@@ -105,44 +108,49 @@ def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
     )
 
 
-def _join(
+@contextmanager
+def coordinated(
     config: Config,
     process: ProcessInfo,
     security: Security,
     join_s: float,
-    stack: ExitStack,
-    links: Transport,
-) -> Coordination:
-    """Rank 0 starts the coordinator's server and publishes its address; then every rank joins."""
+    port: int,
+    shared: dict[str, object],
+    on_upload: Callable[[int, str, bytes], None] | None = None,
+) -> Iterator[Coordinator]:
+    """Rank 0 starts the coordinator's server and publishes its address; then every rank joins, with
+    what it listens on: `port` of this machine. `shared` must be alike on all ranks.
+    """
     node = config.node
     heartbeat_s = config.timeouts.heartbeat
     bind = listening_on(config, process)
     host = advertised_host(bind, node.advertise, process.coordinator_host)
-    if process.rank == 0:
-        server = CoordinatorServer(
+    with ExitStack() as stack:
+        if process.rank == 0:
+            server = CoordinatorServer(
+                process.world_size,
+                bind=bind,
+                port=process.port,
+                security=security,
+                heartbeat_s=heartbeat_s,
+                join_s=join_s,
+                on_upload=on_upload,
+            )
+            stack.callback(server.close)
+            process.publish(f"{host}:{server.port}")
+        coordinator = Coordinator.join(
+            process.find(join_s),
+            process.rank,
             process.world_size,
-            bind=bind,
-            port=process.port,
+            shared=shared,
+            advertised=None if host is None else f"{host}:{port}",
             security=security,
-            heartbeat_s=heartbeat_s,
             join_s=join_s,
-            on_upload=partial(keep_upload, Path(config.run.folder)),
+            heartbeat_s=heartbeat_s,
+            on_wait=lambda what: LOG.warning("%s", what),
         )
-        stack.callback(server.close)
-        process.publish(f"{host}:{server.port}")
-    coordinator = Coordinator.join(
-        process.find(join_s),
-        process.rank,
-        process.world_size,
-        shared=config.shared(),
-        advertised=None if host is None else f"{host}:{links.port}",
-        security=security,
-        join_s=join_s,
-        heartbeat_s=heartbeat_s,
-        on_wait=lambda what: LOG.warning("%s", what),
-    )
-    stack.callback(coordinator.close)
-    return coordinator
+        stack.callback(coordinator.close)
+        yield coordinator
 
 
 def listening_on(config: Config, process: ProcessInfo) -> str:

@@ -10,6 +10,7 @@ too: by counts, not by a clock, so that every rank of a run finds the same.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Iterable,
@@ -17,6 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import replace
 from itertools import chain, islice
 from operator import add, le, sub
 
@@ -25,7 +27,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import AUTO, leanest
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.bound import lower_bound_us
-from dpipe.search.candidates import bounds, generated, patient, rules
+from dpipe.search.candidates import bounds, generated, patient, published, rules
 from dpipe.search.clock import (
     Pipeline,
     Programs,
@@ -44,7 +46,7 @@ from dpipe.timeline.votes import COORDINATOR, delay_us
 
 # How much a search may do, counted so that every rank of a run and every machine finds the same.
 # Twelve stages with 64 micro-batches take about three seconds of a core at most; small steps, where
-# a few orders more are cheap, get more of everything. With these counts all 120 steps of
+# a few orders more are cheap, get more of everything. With these counts all 180 steps of
 # tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
 _MOST_REPLAYED = 60_000  # computations in all trials of a large step
@@ -105,23 +107,61 @@ def search(
     shallowest = least
     if math.isinf(most_bytes):
         shallowest = max(least, min(num_stages, limit))
-    candidates = generated(
-        num_stages,
-        num_microbatches,
-        stages_per_rank,
-        shallowest,
-        limit,
-    )
-    published = list(_within(limit, candidates))
-    memory = _Memory(pipeline, limit, held_bytes, most_bytes)
-    return _Search(pipeline, memory, published, step_us).best()
+    sizes = (num_stages, num_microbatches, stages_per_rank)
+    memory = _Memory(limit, held_bytes, most_bytes)
+    as_published = memory.within_limit(published(*sizes))
+    others = memory.within_limit(generated(*sizes, shallowest, limit))
+    known = as_published + others
+    found = _searched(pipeline, memory, known)
+    # Of what was published all are simulated, but the best that is known comes first: to see that
+    # another one is slower takes less time.
+    finalists = [*found, *filter(memory.fits, as_published)]
+    if finalists:
+        return _fastest(finalists, step_us)
+    # The caller refuses it, with what it would hold, if even this is too much.
+    last_resort = [leanest(*sizes), *known]
+    return min(last_resort, key=memory.held)
 
 
-def _within(limit: int, candidates: Iterable[Schedule]) -> Iterator[Schedule]:
-    """Those that hold no more activations than that."""
-    for candidate in candidates:
-        if max(peak_in_flight(candidate)) <= limit:
-            yield candidate
+def _searched(
+    pipeline: Pipeline,
+    memory: "_Memory",
+    known: Sequence[Schedule],
+) -> Iterator[Schedule]:
+    """The best of a search for each placement of stages in schedules that are known."""
+    by_placement: dict[tuple[int, ...], list[Schedule]] = defaultdict(list)
+    for each in known:
+        alike = by_placement[each.rank_of_stage]
+        alike.append(each)
+    for placement, alike in by_placement.items():
+        placed = replace(pipeline, placement=placement)
+        yield from _Search(placed, memory, alike).finalists()
+
+
+# The score of the fast clock is that of a single step, or an estimate where steps overlap. The
+# simulation knows more: several steps in a row, the vote and the exchange of replicas.
+def _fastest(schedules: Sequence[Schedule], step_us: StepTime) -> Schedule:
+    """In whole microseconds; among equals the first one of those that hold least."""
+    schedules = _unlike(schedules)
+    best = schedules[0]
+    least: tuple[float, int] = (math.inf, 0)
+    for schedule in schedules:
+        least_us, _ = least
+        found_us = step_us(schedule, least_us + 0.5)
+        if math.isinf(found_us):
+            continue
+        held = max(peak_in_flight(schedule))
+        score = (round(found_us), held)
+        if score < least:
+            least = score
+            best = schedule
+    return best
+
+
+def _unlike(schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Of those with equal programs the last one, in the place of the first."""
+    by_programs = {schedule.programs: schedule for schedule in schedules}
+    return list(by_programs.values())
 
 
 # Where a vote ends the step, a rank's ballot has to reach the coordinator before any rank goes on.
@@ -160,7 +200,8 @@ def first_fit(
     stages_per_rank: int = 1,
 ) -> Schedule:
     """Some schedule that `search` would weigh, at once: it raises what `search` would, before the
-    time is spent.
+    time is spent. Its stages are dealt out in turn, so that no other's ranks have a link that its
+    ranks do not have.
     """
     least, limit = bounds(
         num_stages,
@@ -176,7 +217,8 @@ def first_fit(
         shallowest,
         limit,
     )
-    return next(_within(limit, candidates))
+    fitting = (each for each in candidates if max(peak_in_flight(each)) <= limit)
+    return next(fitting)
 
 
 def _exchanged_us(
@@ -202,24 +244,33 @@ def _exchanged_us(
     return tuple(tails_us)
 
 
+def _deepest(pipeline: Pipeline, limits: tuple[int, ...]) -> Schedule:
+    """What `greedy` makes where nothing but these limits holds a rank back."""
+    depths = (pipeline.num_microbatches,) * pipeline.num_stages
+    rule = Rule(depths, limits)
+    times = Greedy(pipeline, rule).run()
+    return schedule_of(pipeline, times.programs, "")
+
+
 class _Memory:
     """What the ranks may hold."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
         limit: int,
         held_bytes: HeldBytes | None,
         most_bytes: float,
     ) -> None:
-        self._pipeline = pipeline
         self._held_bytes = held_bytes
         self._most_bytes = most_bytes
         self._limit = limit
 
-    def limits(self) -> tuple[int, ...]:
+    def within_limit(self, schedules: Iterable[Schedule]) -> list[Schedule]:
+        return [each for each in schedules if max(peak_in_flight(each)) <= self._limit]
+
+    def limits(self, pipeline: Pipeline) -> tuple[int, ...]:
         """The most activations that each rank may hold, as far as `greedy` can tell."""
-        num_ranks = self._pipeline.num_ranks
+        num_ranks = pipeline.num_ranks
         if self._held_bytes is None or math.isinf(self._most_bytes):
             return (self._limit,) * num_ranks
         fits = [1] * num_ranks
@@ -227,19 +278,11 @@ class _Memory:
         while max(map(sub, exceeds, fits)) > 1:
             sums = map(add, fits, exceeds)
             middle = [both // 2 for both in sums]
-            schedule = self._deepest(tuple(middle))
+            schedule = _deepest(pipeline, tuple(middle))
             for rank, held in enumerate(self._held_bytes(schedule)):
                 side = fits if held <= self._most_bytes else exceeds
                 side[rank] = middle[rank]
         return tuple(fits)
-
-    def _deepest(self, limits: tuple[int, ...]) -> Schedule:
-        """What `greedy` makes where nothing but these limits holds a rank back."""
-        pipeline = self._pipeline
-        depths = (pipeline.num_microbatches,) * pipeline.num_stages
-        rule = Rule(depths, limits)
-        times = Greedy(pipeline, rule).run()
-        return schedule_of(pipeline, times.programs, "")
 
     def held(self, schedule: Schedule) -> int:
         """Bytes of the fullest rank."""
@@ -252,27 +295,26 @@ class _Memory:
 
 
 class _Search:
-    """One search, from candidates to the best one."""
+    """One search for one placement of the stages, from candidates to the best ones."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         memory: _Memory,
-        published: Sequence[Schedule],
-        step_us: StepTime,
+        generated: Sequence[Schedule],
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
-        self._published = published
-        self._step_us = step_us
-        self._limits = memory.limits()
+        self._generated = generated
+        self._limits = memory.limits(pipeline)
         self._enough_us = lower_bound_us(pipeline) * (1 + _CLOSE)
         self._names: dict[Programs, str] = {}
         self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
 
-    def best(self) -> Schedule:
-        published = list(self._replayed())
-        orders = list(filter(self._within_limits, published))
+    def finalists(self) -> list[Schedule]:
+        """The best of what it found, and of what the generators made."""
+        replayed = list(self._replayed())
+        orders = list(filter(self._within_limits, replayed))
         orders += self._greedy()
         affordable = _MOST_REPLAYED // self._size
         improved = improve(
@@ -282,15 +324,9 @@ class _Search:
             enough_us=self._enough_us,
             max_trials=min(_MOST_TRIALS, affordable),
         )
-        published.sort(key=_score_us)
-        finalists = {}
-        for times in (improved, published):
-            for finalist in self._fitting(times):
-                finalists[finalist.programs] = finalist
-        if finalists:
-            return self._fastest(finalists.values())
-        last_resort = [self._leanest(), *self._published]
-        return min(last_resort, key=self._memory.held)
+        replayed.sort(key=_score_us)
+        best = [*self._fitting(improved), *self._fitting(replayed)]
+        return _unlike(best)
 
     # Where bytes are limited, limits are estimates made for split backward passes. What a
     # generator made may fit nevertheless: `_fitting` looks again.
@@ -298,27 +334,8 @@ class _Search:
         peaks = map(peak_held, times.programs)
         return all(map(le, peaks, self._limits))
 
-    # The score of the fast clock is that of a single step, or an estimate where steps overlap.
-    # The simulation knows more: several steps in a row, the vote and the exchange of replicas.
-    def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
-        """In whole microseconds; among equals the first one of those that hold least."""
-        schedules = list(schedules)
-        best = schedules[0]
-        least: tuple[float, int] = (math.inf, 0)
-        for schedule in schedules:
-            least_us, _ = least
-            step_us = self._step_us(schedule, least_us + 0.5)
-            if math.isinf(step_us):
-                continue
-            held = max(peak_in_flight(schedule))
-            score = (round(step_us), held)
-            if score < least:
-                least = score
-                best = schedule
-        return best
-
     def _replayed(self) -> Iterator[Times]:
-        for schedule in self._published:
+        for schedule in self._generated:
             programs = programs_of(schedule)
             times = Replay(self._pipeline, programs).run()
             self._names.setdefault(times.programs, schedule.name)
@@ -385,16 +402,6 @@ class _Search:
     def _schedule(self, times: Times) -> Schedule:
         name = self._names.get(times.programs, f"{AUTO}: improved")
         return schedule_of(self._pipeline, times.programs, name)
-
-    # The last resort: the caller refuses it, with what it would hold, if even this is too much.
-    def _leanest(self) -> Schedule:
-        pipeline = self._pipeline
-        stages_per_rank = len(pipeline.stages_of[0])
-        return leanest(
-            pipeline.num_stages,
-            pipeline.num_microbatches,
-            stages_per_rank,
-        )
 
 
 def _score_us(times: Times) -> float:

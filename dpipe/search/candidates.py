@@ -21,6 +21,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import (
     AUTO,
     GENERATORS,
+    ZERO_BUBBLE,
     Generator,
     generate,
     gpipe,
@@ -57,7 +58,16 @@ def bounds(
     return least, limit
 
 
-# What was published has the depth that its generator has by default, or that of ZB-H2.
+def published(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Schedule]:
+    """What every generator makes for so many stages a rank, with the parameters of its paper."""
+    for generator in _usable(stages_per_rank):
+        make = _maker(generator, num_stages, num_microbatches, stages_per_rank)
+        yield make()
+        if generator is ZERO_BUBBLE:
+            yield make(memory_limit=num_stages)  # ZB-H1
+            yield make(in_flight=2 * num_stages - 1)  # ZB-H2
+
+
 def generated(
     num_stages: int,
     num_microbatches: int,
@@ -65,11 +75,33 @@ def generated(
     shallowest: int,
     limit: int,
 ) -> Iterator[Schedule]:
-    """What every generator makes for so many stages a rank: as published, and from `shallowest` up
-    to what fits.
+    """What those with a depth make, from `shallowest` up to what fits. Stages are dealt out in
+    turn.
     """
+    deep = [each for each in _usable(stages_per_rank) if "in_flight" in each.takes]
+    for depth in _growing(shallowest, limit):
+        for generator in deep:
+            make = _maker(generator, num_stages, num_microbatches, stages_per_rank)
+            made = partial(make, in_flight=depth)
+            if "memory_limit" in generator.takes:
+                yield from _until_unlimited(made, _held(depth, limit))
+            else:
+                yield made()
 
-    def made_by(generator: Generator, **parameters: int) -> Schedule:
+
+def _usable(stages_per_rank: int) -> list[Generator]:
+    return [each for each in GENERATORS.values() if each.deals_out(stages_per_rank)]
+
+
+def _maker(
+    generator: Generator,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+) -> Callable[..., Schedule]:
+    """What makes schedules of a size from `in_flight` and `memory_limit`, named as "auto" says."""
+
+    def make(**parameters: int) -> Schedule:
         several = {}
         if generator.takes_several_stages:
             several["stages_per_rank"] = stages_per_rank
@@ -84,29 +116,7 @@ def generated(
         name = f"{AUTO}: {generator.name} {', '.join(values)}"
         return replace(schedule, name=name.rstrip())
 
-    usable = list(_usable(stages_per_rank))
-    for generator in usable:
-        yield made_by(generator)
-    zb_h2 = 2 * num_stages - 1
-    for depth in sorted({zb_h2, *_growing(shallowest, limit)}):
-        for generator in usable:
-            if "in_flight" not in generator.takes:
-                continue
-            make = partial(made_by, generator, in_flight=depth)
-            if "memory_limit" in generator.takes:
-                yield from _until_unlimited(make, _held(depth, limit))
-            else:
-                yield make()
-
-
-def _usable(stages_per_rank: int) -> Iterator[Generator]:
-    for generator in GENERATORS.values():
-        if stages_per_rank > 1:
-            fits = generator.takes_several_stages
-        else:
-            fits = not generator.needs_several_stages
-        if fits:
-            yield generator
+    return make
 
 
 def _until_unlimited(

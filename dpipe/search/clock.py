@@ -20,6 +20,7 @@ from operator import add, sub
 from dpipe.network.egress import Egress
 from dpipe.network.link import Network
 from dpipe.schedule.action import Action, Op
+from dpipe.schedule.generate import in_turn
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 
@@ -51,7 +52,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the clock needs to know; stages are dealt out to ranks in turn."""
+    """What the clock needs to know."""
 
     cost: Cost
     network: Network
@@ -59,6 +60,7 @@ class Pipeline:
     num_ranks: int
     tails_us: tuple[float, ...]  # by rank: what follows its last computation, at least
     steps_overlap: bool = False  # a rank begins the next step without waiting for the others
+    placement: tuple[int, ...] = ()  # by stage, its rank; left out: dealt out to ranks in turn
 
     @property
     def num_stages(self) -> int:
@@ -67,17 +69,15 @@ class Pipeline:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """By stage."""
-        stages = range(self.num_stages)
-        return tuple(stage % self.num_ranks for stage in stages)
+        return self.placement or in_turn(self.num_stages, self.num_ranks)
 
     @cached_property
-    def stages_of(self) -> tuple[range, ...]:
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """By rank."""
-        dealt = []
-        for rank in range(self.num_ranks):
-            stages = range(rank, self.num_stages, self.num_ranks)
-            dealt.append(stages)
-        return tuple(dealt)
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def duration_us(self) -> tuple[tuple[float, ...], ...]:
@@ -211,8 +211,8 @@ class PipelineClock(ABC):
         self._inside_free_us: dict[tuple[int, int], float] = {}
         self._owner = [pipeline.owner(rank) for rank in range(num_ranks)]
         self._egress: list[Egress[_Sending] | None] = [None] * num_ranks
-        for rank, in_turn in enumerate(pipeline.sends_in_turn):
-            if not in_turn:
+        for rank, known in enumerate(pipeline.sends_in_turn):
+            if not known:
                 shared = Egress[_Sending](pipeline.network, rank)
                 self._egress[rank] = shared
 

@@ -6,10 +6,8 @@ import copy
 import importlib
 import inspect
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from dpipe.stage.seeding import seeded
 from dpipe.stage.tensor_group import TensorGroup
 
 Loss = Callable[..., torch.Tensor]
-_PATH_LOCK = threading.Lock()  # of what is appended to `sys.path`, and removed
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
     makes only its own. No two layers share a parameter. Checkpoints hold parameters and persistent
     buffers, such as running means; the buffers are the first replica's, because replicas do not
     exchange them. A memory format such as channels_last is not kept. Modules in the working folder
-    can be imported until the layers are made.
+    can be imported.
 
     Raises `ConfigError` naming what is missing or of the wrong type.
     """
@@ -113,7 +110,7 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
             f"model.options do not fit {name}{inspect.signature(function)}: {error}"
         ) from None
     try:
-        with seeded("layers", seed), _working_folder_on_path():
+        with seeded("layers", seed):
             # Checked inside, because a generator makes its layers only when it is read.
             layers, loss = _checked(name, function(**options))
     except ConfigError:
@@ -128,13 +125,17 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
+    # The `dpipe` command does not have the working folder on its path, as `python -m` does. Last,
+    # so that no file of the user's hides an installed package.
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
-        with _working_folder_on_path():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"model.layers {name!r}: cannot import {module_name!r}: {error}; it must be installed "
-            f"or lie in {Path.cwd()}"
+            f"or lie in {folder}"
         ) from error
     except Exception as error:  # whatever a user's own code raises
         raise ConfigError(
@@ -146,24 +147,6 @@ def _find(name: str) -> Callable[..., Any]:
             f"model.layers {name!r}: {module.__name__} has no function {function_name!r}"
         )
     return function  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _working_folder_on_path() -> Iterator[None]:
-    """The `dpipe` command does not have it there, as `python -m` does. Last, so that no file of the
-    user's hides an installed package; and not for longer, so that no later import finds one.
-    """
-    folder = str(Path.cwd())
-    with _PATH_LOCK:
-        sys.path.append(folder)
-    try:
-        yield
-    finally:
-        # Ranks that are threads each append their own: one entry is removed, and from the end,
-        # because the folder may have been on the path before.
-        with _PATH_LOCK:
-            last = len(sys.path) - 1 - sys.path[::-1].index(folder)
-            del sys.path[last]
 
 
 def _described(error: Exception) -> str:
@@ -218,11 +201,8 @@ def _check_nothing_is_shared(name: str, layers: Iterable[Any]) -> None:
 
 def _factory(name: str, index: int, layer: Callable[..., Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        if isinstance(layer, nn.Module):
-            # Ranks that are threads of one process must not share parameters.
-            return copy.deepcopy(layer)
-        with _working_folder_on_path():
-            module = layer()
+        # Copied, because ranks that are threads of one process must not share parameters.
+        module = copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"model.layers {name!r}: layer {index} makes {module!r:.80}, not an nn.Module"

@@ -13,15 +13,16 @@ The model, event by event:
   that send to it at once share that (`Ingress`). What its ranks send each other passes neither.
 - Where packets are lost, a connection is slower and a message later (`Link`).
 - A message does not wait for its receive to be posted. It costs neither end anything, unless their
-  host says so.
+  host says so; a ballot and a verdict are messages too.
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
-  with messages.
+  with messages: of k threads that want c cores, each runs at min(1, c / k).
 - Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress
   (`exchanges.py`).
 - At VOTE a rank waits for the ballots of all ranks, where the update needs them (`votes.py`).
 - A rank votes when all that it sent in the step has left: so does a run, to show a step's error in
   that step.
-- It begins a step when it has ended the one before. A stage's F waits for its parameters where
+- It begins a step when it has ended the one before, with what it does between two steps: it reads
+  data and writes a log. A stage's F waits for its parameters where
   replicas exchange them after the optimizer's step.
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]

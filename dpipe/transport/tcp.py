@@ -16,10 +16,11 @@ from dpipe.errors import DpipeError, JoinError
 from dpipe.session import greeting
 from dpipe.session.dial import dial
 from dpipe.session.frames import Frames
+from dpipe.session.redial import GREETING_S
 from dpipe.session.session import LinkSession
 from dpipe.session.stream import Tls, shut, stream_over, tune
 from dpipe.transport.mesh import MAX_LINKS, WAKE_S
-from dpipe.transport.sessions import GREETING_S, Called, SessionConnection, SessionMesh
+from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 
@@ -33,7 +34,7 @@ class TcpTransport(SessionMesh):
         self._tls = Tls(security) if security.tls else None
         # Diallers that may be in the lobby at once.
         self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
-        self._listener = _open_listener(bind, port)
+        self._listener = open_listener(bind, port)
         self._open_lobby(security)
         self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
         self._acceptor.start()
@@ -155,7 +156,7 @@ class TcpTransport(SessionMesh):
         self._close_lobby(deadline)
 
 
-def _open_listener(bind: str, port: int) -> socket.socket:
+def open_listener(bind: str, port: int) -> socket.socket:
     host = bind.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()

@@ -5,6 +5,7 @@ ssh.py       OpenSSH's client as a function call; the same on all machines at on
 agent.py     runs on each machine, on the standard library alone
 install.py   installs the project on every machine at one commit
 job.py       a run: checked, started on all machines or on none, and stopped
+measuring.py dpipe measure on all machines, and the file that it writes
 watch.py     the logs of all ranks in one view until all have ended
 shaping.py   applies a network profile to every machine, and removes it
 collect.py   copies the files of a run to this machine

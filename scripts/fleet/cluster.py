@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dpipe.errors import DpipeError
 from fleet import collect as collecting
-from fleet import install, job, shaping
+from fleet import install, job, measuring, shaping
 from fleet.hosts import Hosts, HostsError, load_hosts
 from fleet.ssh import COMMAND_S, Machine, connected, each
 from fleet.watch import Line, Watch, attend, signals
@@ -171,6 +171,59 @@ def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **opt
                     Watch(the_job.name, offsets), used, the_job.name, received, show=_show, say=_say
                 )
             )
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="As for dpipe train."
+)
+@click.option(
+    "--micro-batch-size",
+    "micro_batch_sizes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="As for dpipe measure.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("machines.toml"),
+    show_default=True,
+    help="A file here.",
+)
+@click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Let model.layers name code outside the working folder, here and on every host.",
+)
+@_on_machines
+def measure(
+    hosts: Hosts,
+    machines: list[Machine],
+    config: Path,
+    overrides: tuple[str, ...],
+    micro_batch_sizes: tuple[int, ...],
+    out: Path,
+    trust_code: bool,
+) -> None:
+    """Measure every host and every link between two of them, and write OUT, for `dpipe plan`.
+
+    One `dpipe measure` on each host of the hosts file, whose `price_per_hour` it takes along.
+    """
+    measuring.refuse_file(out)
+    the_job = measuring.MeasureJob.on_all(
+        config, overrides, hosts, micro_batch_sizes, trust_code=trust_code
+    )
+    install.require_installed(machines)
+    with signals() as received:
+        offsets = job.start(the_job, machines)
+        watch = Watch(the_job.name, offsets)
+        code = attend(watch, machines, the_job.name, received, show=_show, say=_say)
+    if code == 0:
+        measuring.fetch(the_job, machines[0], out)
+        _say(f"wrote {out}")
+    sys.exit(code)
 
 
 @main.command()

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from dpipe.errors import InputError
+from dpipe.errors import InputError, ProfileError
 from dpipe.machines.file import load_machines
 from dpipe.toml import parse_toml, read_text
 
@@ -70,6 +70,7 @@ class Host(BaseModel):
     key: Path | None = None
     ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
     slots: Annotated[int, Field(ge=1, le=4096)] = 1  # ranks on this host
+    price_per_hour: Annotated[float, Field(ge=0, le=1e9)] | None = None  # for measure and plan
     interface: Name | None = None  # that netem shapes; default: the one that leads to the next host
     folder: RemotePath = "dpipe"  # all files of dpipe and its runs are in it
     python: str = "python3"  # that scripts/setup makes the environment with
@@ -162,8 +163,12 @@ def load_hosts(path: Path) -> Hosts:
 
 
 def _of_machines(path: Path) -> list[dict[str, Any]]:
+    try:
+        cluster = load_machines(path)
+    except ProfileError as error:
+        raise HostsError(str(error)) from None
     hosts = []
-    for machine in load_machines(path).machines:
+    for machine in cluster.machines:
         if machine.host is None:
             raise HostsError(
                 f"machines file {path}: machine {machine.name!r} has no host, the address at which "

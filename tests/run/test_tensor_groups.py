@@ -2,6 +2,7 @@
 over real links.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -170,9 +171,10 @@ def test_trace_has_the_groups_exchanges_and_a_prediction_for_its_first_rank(
     sizes = [span.num_bytes for span in exchanged if span.rank == 0 and str(span.action) == "0F0"]
     assert sizes.count(unit) == 1 + 2 * 2  # the embedding's, and two of each block
     assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
-    assert (
-        trace.inputs.hosts == ()
-    )  # their compute includes waits for each other, so it is used as measured
+    # One rank of the schedule, which computes with a thread for each of the two.
+    (host,) = trace.inputs.hosts
+    assert (host.ranks, host.threads) == ((0,), 2)
+    assert host.cores == len(os.sched_getaffinity(0))
 
 
 def test_stage_on_two_machines_is_refused_on_every_rank(

@@ -41,7 +41,9 @@ from dpipe.errors import (
     ScheduleError,
     TransferError,
 )
-from dpipe.machines.file import load_machines
+from dpipe.machines.file import dump_machines, load_machines, parse_machines
+from dpipe.machines.hosts import load_hosts_network
+from dpipe.measure import notes, reports
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
@@ -70,6 +72,7 @@ from dpipe.store.run_folder import load_configuration
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
+from dpipe.toml import parse_toml
 from dpipe.wire import message
 from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS
@@ -358,6 +361,26 @@ _PART = {
     "layouts": {"a": {"shape": [2, 3], "dim": 0, "parts": 1, "size": 2}},
 }
 _RUN = {"id": "0" * 16, "folder": "/runs/a", "host": "here"}
+_MACHINE = {
+    "name": "a",
+    "device": "cuda NVIDIA A10G",
+    "cores": 4,
+    "devices": 1,
+    "memory_gb": 2.5,
+    "price_per_hour": None,
+    "layers": [
+        {
+            "kind": "block",
+            "micro_batch_size": 1,
+            "forward_ms": 1.0,
+            "backward_ms": 2.0,
+            "backward_input_ms": 1.0,
+            "backward_weight_ms": 1.0,
+        }
+    ],
+}
+_DELAY = {"peer": 1, "delay_ms": 10.0, "jitter_ms": 0.1}
+_STREAM = {"gbps": 1.0, "loss_percent": 0.1, "rising": False, "problem": ""}
 
 WIRE = [
     Decoder(
@@ -382,6 +405,25 @@ WIRE = [
             ("dpipe.wire.message:tensor_of",),
         )
         for name in FORMATS
+    ),
+    Decoder(
+        "notes of a measurement",
+        notes.decode,
+        (TransferError,),
+        lambda: [
+            notes.Note(notes.NoteKind.PING, 3).encode(),
+            notes.Note(notes.NoteKind.DONE, 2**63).encode() * 2 + b"\1\0",
+        ],
+    ),
+    *(
+        _schema(f"measure {name}", schema, value)
+        for name, schema, value in (
+            ("machine", reports.MACHINE_REPORT, _MACHINE),
+            ("problems", reports.PROBLEMS, [{"peer": 1, "reason": "x"}]),
+            ("delays", reports.PEERS_REPORT, {"delays": [_DELAY], "problems": []}),
+            ("stream", reports.STREAM_REPORT, _STREAM),
+            ("together", reports.TOGETHER_REPORT, {"egress_gbps": 1.0, "ingress_gbps": 2.0}),
+        )
     ),
     Decoder(
         "message to the coordinator",
@@ -758,6 +800,12 @@ def _cache_of(name: str) -> list[bytes]:
     return [(inside / name).read_bytes()]
 
 
+def _machines_of_hosts(path: Path) -> object:
+    """Read as what it says it is, and as machines; what is read can be written."""
+    load_hosts_network(path)
+    return parse_machines(parse_toml(dump_machines(load_machines(path))))
+
+
 FILES = [
     Decoder(
         "network profile",
@@ -768,10 +816,10 @@ FILES = [
     ),
     Decoder(
         "machines file",
-        of_file("machines.toml", load_machines),
+        of_file("machines.toml", _machines_of_hosts),
         (ProfileError,),
         _text(_MACHINES),
-        ("dpipe.machines.file:load_machines",),
+        ("dpipe.machines.file:load_machines", "dpipe.machines.file:lists_machines"),
     ),
     Decoder(
         "configuration",

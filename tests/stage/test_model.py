@@ -1,6 +1,4 @@
-import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,12 +70,6 @@ def shared():
     one = nn.Linear(4, 4)
     return [one, nn.Sequential(nn.ReLU(), one)], nn.functional.mse_loss
 def numbers(): return [lambda: 3], nn.functional.mse_loss
-def imports_late():
-    from {name}_parts import layer
-    def second():
-        from {name}_more_parts import layer
-        return layer()
-    return [layer, second], nn.functional.mse_loss
 constant = 3
 """
 
@@ -88,10 +80,7 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     once.
     """
     name = f"users_model_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(USERS_MODULE.replace("{name}", name))
-    for parts in ("parts", "more_parts"):
-        text = "from torch import nn\ndef layer(): return nn.Linear(4, 4)\n"
-        (tmp_path / f"{name}_{parts}.py").write_text(text)
+    (tmp_path / f"{name}.py").write_text(USERS_MODULE)
     (tmp_path / f"{name}_broken.py").write_text("import no_such_package_anywhere\n")
     (tmp_path / f"{name}_syntax.py").write_text("def layers(:\n")
     (tmp_path / f"{name}_raises.py").write_text("\nwidth = int('wide')\n")
@@ -122,30 +111,6 @@ def test_users_functions_make_layers_when_asked(users_folder: str) -> None:
     model = load_layers(f"{users_folder}:lazy", {"width": 5}, seed=0)
     assert materialise(model, 0, 0, "cpu").weight.shape == (5, 5)
     assert isinstance(materialise(model, 1, 0, "cpu"), nn.Identity)
-
-
-@pytest.mark.parametrize("before", [[], ["."]], ids=["not on the path", "on the path before"])
-def test_working_folder_is_on_the_path_only_until_the_layers_are_made(
-    users_folder: str, before: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*map(os.path.abspath, before), *sys.path])
-    path = list(sys.path)
-    model = load_layers(f"{users_folder}:imports_late", {}, seed=0)
-    assert sys.path == path
-    assert isinstance(materialise(model, 1, 0, "cpu"), nn.Linear)
-    assert sys.path == path
-
-
-def test_ranks_that_are_threads_share_the_path(users_folder: str) -> None:
-    path = list(sys.path)
-
-    def make(_: int) -> nn.Module:
-        model = load_layers(f"{users_folder}:imports_late", {}, seed=0)
-        return materialise(model, 1, 0, "cpu")
-
-    with ThreadPoolExecutor(4) as threads:
-        assert len(list(threads.map(make, range(16)))) == 16
-    assert sys.path == path
 
 
 @pytest.mark.parametrize(

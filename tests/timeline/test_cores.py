@@ -63,6 +63,16 @@ def test_rank_pinned_to_a_core_shares_it_with_its_messages_alone() -> None:
     """)
 
 
+def test_rank_with_half_a_core_takes_twice_as_long() -> None:
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    hosts = [Host((0,), 1), Host((1,), 0.5)]
+    timeline = simulate_alone(Scenario(forward_only(2, 1), cost, NEAR, hosts))
+    assert spans(timeline, Lane.COMPUTE) == lines("""
+        0 compute: 0F0 0-10
+        1 compute: 1F0 10-30
+    """)
+
+
 def test_message_is_handled_at_both_ends_and_its_bytes_at_once_with_the_wire() -> None:
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=1000 * BYTES_PER_US)
     timeline = simulate_alone(

@@ -34,9 +34,9 @@ def network(delay_us: float, gbps: float = 1.0) -> Network:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Schedule, Cost, Network]:
-    names = ["gpipe", "1f1b", "interleaved", "zero-bubble", "greedy"]
+    names = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "greedy"]
     name = draw(st.sampled_from(names))
-    per_rank = 2 if name == "interleaved" else 1
+    per_rank = 2 if name in ("interleaved", "zb-v") else 1
     stages = draw(st.integers(1, 3)) * per_rank
 
     def each(most: int, count: int = stages) -> tuple[int, ...]:

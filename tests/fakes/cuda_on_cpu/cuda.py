@@ -41,6 +41,10 @@ def stand_in(device: "Device") -> None:
         "current_stream": current_stream,
         "memory_allocated": lambda of=None: device.memory_now(index(of)),
         "max_memory_allocated": lambda of=None: device.memory_peak(index(of)),
+        "mem_get_info": lambda of=None: (
+            properties(of).total_memory - device.memory_now(index(of)),
+            properties(of).total_memory,
+        ),
         "reset_peak_memory_stats": lambda of=None: device.reset_peak(index(of)),
         "get_device_name": lambda of=None: NAME,
         "get_device_properties": properties,
@@ -54,7 +58,7 @@ def stand_in(device: "Device") -> None:
     torch._C._cuda_getCurrentRawStream = lambda of=0: (
         0
     )  # imported where there is a GPU, and not called
-    _tell_what_futures_tell()
+    _synchronise_by_futures()
 
 
 def index(of: Any = None) -> int:
@@ -147,7 +151,7 @@ def utilization(of: Any = None) -> int:
     raise ModuleNotFoundError("there is no nvidia-ml-py for a stand-in")
 
 
-def _tell_what_futures_tell() -> None:
+def _synchronise_by_futures() -> None:
     """A thread that takes a result has synchronised with the thread that made it."""
     give, take = Future.set_result, Future.result
 

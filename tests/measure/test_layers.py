@@ -1,0 +1,119 @@
+"""What layers take, on layers whose time is known."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dpipe.config.load import Config, build
+from dpipe.errors import ConfigError
+from dpipe.measure import layers
+from dpipe.measure.layers import time_layers
+from dpipe.measure.this_machine import _name_of, describe_this_machine
+from dpipe.stage.model import LayeredModel
+
+TINY = {"num_layers": 3, "width": 16, "num_heads": 2, "context": 8}
+
+
+def config(**model: object) -> Config:
+    return build({"model": {**TINY, **model}, "train": {"batch_size": 8}})
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_STRETCH_S", 0.01)
+
+
+class Sleeps(torch.autograd.Function):
+    """Of so many seconds a sequence, forward; backward twice as long."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(len(x) * seconds)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        time.sleep(2 * len(grad) * ctx.seconds)
+        return grad, None
+
+
+class Sleepy(nn.Module):
+    made = 0
+
+    def __init__(self, seconds: float) -> None:
+        type(self).made += 1
+        super().__init__()
+        self.seconds = seconds
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleeps.apply(x * self.scale, self.seconds)
+
+
+def sleepy() -> LayeredModel:
+    from functools import partial
+
+    slow = partial(Sleepy, 0.02)
+    return LayeredModel((partial(Sleepy, 0.005), slow, slow), lambda output, targets: output.mean())
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_each_kind_of_a_transformer_is_measured_at_each_size(family: str, tmp_path: Path) -> None:
+    settings = config(layers=family, vocab_size=30)
+    times = time_layers(settings, (1, 2))
+    kinds = [(each.kind, each.micro_batch_size) for each in times]
+    assert kinds == [(kind, size) for size in (1, 2) for kind in ("embedding", "block", "head")]
+    for each in times:
+        assert 0 < each.forward_ms < 1e4
+        assert 0 < each.backward_ms < 1e4
+        assert each.backward_input_ms is not None
+        assert each.backward_weight_ms is not None
+
+
+def test_users_own_layers_are_measured_by_index_and_alike_ones_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers, "make_model", lambda config: sleepy())
+    monkeypatch.setattr(layers, "vocabulary_of", lambda config: 30)
+    monkeypatch.setattr(layers._Trial, "_batch", lambda self: ((torch.ones(2, 4),), torch.ones(2)))
+    monkeypatch.setattr(Sleepy, "made", 0)
+    first, second, third = time_layers(config(layers="some.module:model"), (2,))
+    assert [first.kind, second.kind, third.kind] == [0, 1, 2]
+    assert second.forward_ms == third.forward_ms
+    assert Sleepy.made == 4, "two stages of each of two kinds"
+    for each, seconds in ((first, 0.005), (second, 0.02)):
+        expected_ms = 2 * seconds * 1e3  # of two sequences
+        assert each.forward_ms >= expected_ms
+        assert each.backward_ms >= 2 * expected_ms
+        assert each.backward_input_ms >= 2 * expected_ms
+    assert second.backward_weight_ms < 40, "it has no linear layer"
+
+
+@pytest.mark.gpu
+def test_layers_and_memory_of_a_gpu_are_measured() -> None:
+    settings = build({"model": TINY, "train": {"batch_size": 8}, "node": {"device": "cuda"}})
+    here = describe_this_machine(settings, (2,), None, None)
+    assert here.device.startswith("cuda ")
+    assert here.devices == torch.cuda.device_count()
+    assert here.memory_gb > 0
+    assert [layer.kind for layer in here.layers] == ["embedding", "block", "head"]
+
+
+def test_name_of_a_machine_is_that_of_its_host() -> None:
+    assert _name_of("gpu-3.example.org") == "gpu-3.example.org"
+    assert _name_of("my machine") == "my-machine"
+    assert len(_name_of(200 * "x")) == 90
+    assert _name_of("") == "machine"
+
+
+def test_replay_has_no_layers() -> None:
+    assert time_layers(config(layers="replay"), (1,)) == ()
+
+
+def test_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ConfigError, match="node.device is 'mps'"):
+        time_layers(build({"model": TINY, "node": {"device": "mps"}}), (1,))
