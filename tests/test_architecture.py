@@ -31,7 +31,7 @@ SPECIALISTS = {
 }
 BELOW_CONFIG = GROUND | ALPHABETS
 BELOW_MEETING = BELOW_CONFIG | {"config"} | SPECIALISTS
-BELOW_TRAINING = BELOW_MEETING | {"data", "store", "plan", "report"}
+BELOW_TRAINING = BELOW_MEETING | {"data", "store", "plan", "placement", "planner", "report"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -55,6 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": BELOW_MEETING,
     "memory": BELOW_MEETING | {"data"},
     "plan": BELOW_MEETING | {"data", "store", "memory", "search"},
+    "placement": BELOW_MEETING | {"data", "memory", "plan", "search"},
+    "planner": BELOW_MEETING | {"data", "memory", "placement", "plan", "search"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
     "measure": BELOW_MEETING | {"session", "data", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},

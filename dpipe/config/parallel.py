@@ -37,6 +37,10 @@ class PipelineConfig(Section):
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
     predict.network."""
 
+    programs: tuple[str, ...] = ()
+    """With "auto": the order itself, as `dpipe plan` found it: for each rank a text of actions such
+    as "0F0,0F1,0B0,0B1". Left out: it is searched for as a run starts."""
+
     in_flight: Count | None = None
     """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
     of its stages counts; "gpipe" and "auto" take none. Left out: enough to fill the pipeline."""
@@ -78,6 +82,16 @@ class PipelineConfig(Section):
                 f'pipeline.schedule "{AUTO}" finds out itself how many micro-batches to have in '
                 "flight: leave pipeline.in_flight out, or bound what a rank holds with "
                 "pipeline.memory_limit or pipeline.memory_gb"
+            )
+        if self.programs and self.schedule != AUTO:
+            raise ValueError(
+                f'pipeline.programs are an order for pipeline.schedule "{AUTO}", not for '
+                f'"{self.schedule}": leave them out'
+            )
+        if self.programs and len(self.programs) != self.ranks:
+            raise ValueError(
+                f"pipeline.programs are of {len(self.programs)} ranks, but pipeline.stages "
+                f"{self.stages} make {self.ranks}"
             )
         self._check_stages_per_rank()
         return self

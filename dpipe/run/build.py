@@ -144,7 +144,8 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     Only rank 0 searches: ranks that share a machine's cores would take many times as long.
     """
     config = run_plan.config
-    if config.pipeline.split != "measured" and config.pipeline.schedule != AUTO:
+    searches = config.pipeline.schedule == AUTO and not config.pipeline.programs
+    if config.pipeline.split != "measured" and not searches:
         return run_plan
     decision = None  # the others' part: they draft again from what rank 0 decides
     if coordinator.rank == 0:

@@ -47,6 +47,7 @@ from dpipe.measure import notes, reports
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.planner.plan_file import load_plan
 from dpipe.report.metrics import keep_rows_before, read_rows
 from dpipe.report.trace import (
     StepSpans,
@@ -680,6 +681,29 @@ RUN_FOLDER = [
 
 # Files that people share
 
+_PLAN = """
+[plan]
+model = "70b818208d4cfcff"
+machines = "machines"
+step_s = 0.35
+price_per_million_tokens = 0.08
+[train]
+num_microbatches = 2
+[pipeline]
+stages = 2
+split = [4, 2]
+schedule = "auto"
+programs = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+[tensor_parallel]
+size = 2
+[data_parallel]
+kind = "all-reduce"
+replicas = 2
+[[replica]]
+machines = ["a", "b"]
+[[replica]]
+machines = ["c", "d"]
+"""
 _MACHINES = """
 [measured]
 at = "2026-11-23T12:00:00Z"
@@ -813,6 +837,13 @@ FILES = [
         (ProfileError,),
         _text(_PROFILE),
         ("dpipe.toml:parse_toml", "dpipe.network.profile:load_network"),
+    ),
+    Decoder(
+        "plan file",
+        of_file("plan.toml", load_plan),
+        (ConfigError,),
+        _text(_PLAN),
+        ("dpipe.planner.plan_file:load_plan",),
     ),
     Decoder(
         "machines file",
