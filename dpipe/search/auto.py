@@ -10,6 +10,7 @@ too: by counts, not by a clock, so that every rank of a run finds the same.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Iterable,
@@ -19,7 +20,7 @@ from collections.abc import (
 )
 from dataclasses import replace
 from itertools import chain, islice
-from operator import add, le
+from operator import add, le, sub
 
 from dpipe.network.link import Network
 from dpipe.schedule.check import peak_in_flight
@@ -103,8 +104,10 @@ def search(
         scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
         return period(scenario, most_us)
 
-    shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
-    sizes = num_stages, num_microbatches, stages_per_rank
+    shallowest = least
+    if math.isinf(most_bytes):
+        shallowest = max(least, min(num_stages, limit))
+    sizes = (num_stages, num_microbatches, stages_per_rank)
     memory = _Memory(limit, held_bytes, most_bytes)
     as_published = memory.within_limit(published(*sizes))
     others = memory.within_limit(generated(*sizes, shallowest, limit))
@@ -113,10 +116,11 @@ def search(
     # Of what was published all are simulated, but the best that is known comes first: to see that
     # another one is slower takes less time.
     finalists = [*found, *filter(memory.fits, as_published)]
-    if not finalists:
-        # The caller refuses it, with what it would hold, if even this is too much.
-        return min([leanest(*sizes), *known], key=memory.held)
-    return _fastest(finalists, step_us)
+    if finalists:
+        return _fastest(finalists, step_us)
+    # The caller refuses it, with what it would hold, if even this is too much.
+    last_resort = [leanest(*sizes), *known]
+    return min(last_resort, key=memory.held)
 
 
 def _searched(
@@ -125,9 +129,12 @@ def _searched(
     known: Sequence[Schedule],
 ) -> Iterator[Schedule]:
     """The best of a search for each placement of stages in schedules that are known."""
-    for placement in dict.fromkeys(each.rank_of_stage for each in known):
+    by_placement: dict[tuple[int, ...], list[Schedule]] = defaultdict(list)
+    for each in known:
+        alike = by_placement[each.rank_of_stage]
+        alike.append(each)
+    for placement, alike in by_placement.items():
         placed = replace(pipeline, placement=placement)
-        alike = [each for each in known if each.rank_of_stage == placement]
         yield from _Search(placed, memory, alike).finalists()
 
 
@@ -135,14 +142,26 @@ def _searched(
 # simulation knows more: several steps in a row, the vote and the exchange of replicas.
 def _fastest(schedules: Sequence[Schedule], step_us: StepTime) -> Schedule:
     """In whole microseconds; among equals the first one of those that hold least."""
-    best: tuple[float, int, int] = (math.inf, 0, 0)
-    schedules = [*{schedule.programs: schedule for schedule in schedules}.values()]
-    for number, schedule in enumerate(schedules):
-        found_us = step_us(schedule, best[0] + 0.5)
-        if found_us < math.inf:
-            held = max(peak_in_flight(schedule))
-            best = min(best, (round(found_us), held, number))
-    return schedules[best[2]]
+    schedules = _unlike(schedules)
+    best = schedules[0]
+    least: tuple[float, int] = (math.inf, 0)
+    for schedule in schedules:
+        least_us, _ = least
+        found_us = step_us(schedule, least_us + 0.5)
+        if math.isinf(found_us):
+            continue
+        held = max(peak_in_flight(schedule))
+        score = (round(found_us), held)
+        if score < least:
+            least = score
+            best = schedule
+    return best
+
+
+def _unlike(schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Of those with equal programs the last one, in the place of the first."""
+    by_programs = {schedule.programs: schedule for schedule in schedules}
+    return list(by_programs.values())
 
 
 # Where a vote ends the step, a rank's ballot has to reach the coordinator before any rank goes on.
@@ -160,7 +179,8 @@ def pipeline_on(
     """The pipeline as the clock and the bound know it."""
     tails_us = _exchanged_us(cost, network, replicas, num_ranks)
     if ballots is not None:
-        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
+        ranks = range(num_ranks)
+        voted_us = [delay_us(ballots, rank, COORDINATOR) for rank in ranks]
         tails_us = tuple(map(add, tails_us, voted_us))
     return Pipeline(
         cost,
@@ -197,7 +217,8 @@ def first_fit(
         shallowest,
         limit,
     )
-    return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
+    fitting = (each for each in candidates if max(peak_in_flight(each)) <= limit)
+    return next(fitting)
 
 
 def _exchanged_us(
@@ -214,15 +235,21 @@ def _exchanged_us(
     exchange = replicas.exchange
     tails_us = []
     for rank in range(num_ranks):
-        sent_bytes = sum(
-            exchange.num_bytes(
-                message,
-                cost.exchanged_bytes(rank, message.role),
-            )
-            for message in exchange.programs[0]
-        )
-        tails_us.append(sent_bytes * 8 / (network.egress_gbps(rank) * 1e3))
+        sent_bytes = 0
+        for message in exchange.programs[0]:
+            stage_bytes = cost.exchanged_bytes(rank, message.role)
+            sent_bytes += exchange.num_bytes(message, stage_bytes)
+        bits_per_us = network.egress_gbps(rank) * 1e3
+        tails_us.append(sent_bytes * 8 / bits_per_us)
     return tuple(tails_us)
+
+
+def _deepest(pipeline: Pipeline, limits: tuple[int, ...]) -> Schedule:
+    """What `greedy` makes where nothing but these limits holds a rank back."""
+    depths = (pipeline.num_microbatches,) * pipeline.num_stages
+    rule = Rule(depths, limits)
+    times = Greedy(pipeline, rule).run()
+    return schedule_of(pipeline, times.programs, "")
 
 
 class _Memory:
@@ -243,19 +270,15 @@ class _Memory:
 
     def limits(self, pipeline: Pipeline) -> tuple[int, ...]:
         """The most activations that each rank may hold, as far as `greedy` can tell."""
-        ranks = range(pipeline.num_ranks)
-        if self._held_bytes is None or not math.isfinite(self._most_bytes):
-            return (self._limit,) * len(ranks)
-        fits = [1 for _ in ranks]
-        exceeds = [self._limit + 1 for _ in ranks]
-        everything = (pipeline.num_microbatches,) * pipeline.num_stages
-        while any(more - fitting > 1 for fitting, more in zip(fits, exceeds, strict=True)):
-            middle = [(a + b) // 2 for a, b in zip(fits, exceeds, strict=True)]
-            times = Greedy(
-                pipeline,
-                Rule(everything, tuple(middle)),
-            ).run()
-            schedule = schedule_of(pipeline, times.programs, "")
+        num_ranks = pipeline.num_ranks
+        if self._held_bytes is None or math.isinf(self._most_bytes):
+            return (self._limit,) * num_ranks
+        fits = [1] * num_ranks
+        exceeds = [self._limit + 1] * num_ranks
+        while max(map(sub, exceeds, fits)) > 1:
+            sums = map(add, fits, exceeds)
+            middle = [both // 2 for both in sums]
+            schedule = _deepest(pipeline, tuple(middle))
             for rank, held in enumerate(self._held_bytes(schedule)):
                 side = fits if held <= self._most_bytes else exceeds
                 side[rank] = middle[rank]
@@ -263,7 +286,9 @@ class _Memory:
 
     def held(self, schedule: Schedule) -> int:
         """Bytes of the fullest rank."""
-        return 0 if self._held_bytes is None else max(self._held_bytes(schedule))
+        if self._held_bytes is None:
+            return 0
+        return max(self._held_bytes(schedule))
 
     def fits(self, schedule: Schedule) -> bool:
         return self.held(schedule) <= self._most_bytes
@@ -288,36 +313,31 @@ class _Search:
 
     def finalists(self) -> list[Schedule]:
         """The best of what it found, and of what the generators made."""
-        replayed = [*self._replayed()]
-        orders = [
-            *filter(self._within_limits, replayed),
-            *self._greedy(),
-        ]
+        replayed = list(self._replayed())
+        orders = list(filter(self._within_limits, replayed))
+        orders += self._greedy()
+        affordable = _MOST_REPLAYED // self._size
         improved = improve(
             self._pipeline,
             self._limits,
             orders,
             enough_us=self._enough_us,
-            max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // self._size),
+            max_trials=min(_MOST_TRIALS, affordable),
         )
         replayed.sort(key=_score_us)
         best = [*self._fitting(improved), *self._fitting(replayed)]
-        return [*{schedule.programs: schedule for schedule in best}.values()]
+        return _unlike(best)
 
     # Where bytes are limited, limits are estimates made for split backward passes. What a
     # generator made may fit nevertheless: `_fitting` looks again.
     def _within_limits(self, times: Times) -> bool:
-        return all(
-            map(
-                le,
-                map(peak_held, times.programs),
-                self._limits,
-            )
-        )
+        peaks = map(peak_held, times.programs)
+        return all(map(le, peaks, self._limits))
 
     def _replayed(self) -> Iterator[Times]:
         for schedule in self._generated:
-            times = Replay(self._pipeline, programs_of(schedule)).run()
+            programs = programs_of(schedule)
+            times = Replay(self._pipeline, programs).run()
             self._names.setdefault(times.programs, schedule.name)
             yield times
 
@@ -350,10 +370,8 @@ class _Search:
         order = ", forwards first" if rule.forward_first else ""
         if any(rule.put_off):
             order += ", weight gradients put off"
-        self._names.setdefault(
-            times.programs,
-            f"{AUTO}: greedy in_flight={depths}{order}",
-        )
+        name = f"{AUTO}: greedy in_flight={depths}{order}"
+        self._names.setdefault(times.programs, name)
         return times
 
     # More memory never hurts the rule much, but it is not monotonic: a bisection finds some small
@@ -363,17 +381,12 @@ class _Search:
         enough = max(rule.limits)
         while enough - too_little > 1:
             middle = (too_little + enough) // 2
-            limits = tuple(min(middle, limit) for limit in rule.limits)
-            if self._made_by(replace(rule, limits=limits)).score_us > enough_us:
+            times = self._made_by(rule.held_to(middle))
+            if times.score_us > enough_us:
                 too_little = middle
             else:
                 enough = middle
-        return self._made_by(
-            replace(
-                rule,
-                limits=tuple(min(enough, limit) for limit in rule.limits),
-            )
-        )
+        return self._made_by(rule.held_to(enough))
 
     # To count the bytes of an order takes longer than to time it, so that only those are counted
     # that are about to be simulated.
@@ -381,11 +394,10 @@ class _Search:
         """The first ones that fit into memory."""
         possible = (times for times in orders if times.score_us < math.inf)
         schedules = map(self._schedule, possible)
-        number = max(
-            2,
-            min(_MOST_SIMULATED, _MOST_COMPUTED // self._size),
-        )
-        return islice(filter(self._memory.fits, schedules), number)
+        fitting = filter(self._memory.fits, schedules)
+        affordable = _MOST_COMPUTED // self._size
+        number = min(_MOST_SIMULATED, affordable)
+        return islice(fitting, max(2, number))
 
     def _schedule(self, times: Times) -> Schedule:
         name = self._names.get(times.programs, f"{AUTO}: improved")
