@@ -45,7 +45,8 @@ def network_of(cluster: Cluster, seats: Seats) -> Network:
     interfaces = []
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
-        interfaces.append(Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name))
+        interface = Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name)
+        interfaces.append(interface)
     return Network(cluster.name, cluster.default_link, links, interfaces=tuple(interfaces))
 
 
@@ -53,7 +54,8 @@ def message_network_of(cluster: Cluster, seats: Seats) -> Network:
     """As `network_of`, for a simulation. The rates of a file are those of messages, with what loss
     takes of them; its packets are lost once more in a lab alone.
     """
-    return network_of(cluster, seats).with_links(Link.with_rate_of_messages)
+    network = network_of(cluster, seats)
+    return network.with_links(Link.with_rate_of_messages)
 
 
 def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:
