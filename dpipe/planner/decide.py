@@ -102,13 +102,15 @@ def _settings(found: Evaluated) -> dict[str, dict[str, object]]:
             "schedule": pipeline.schedule,
         },
         "tensor_parallel": {"size": config.tensor_parallel.size},
-        "data_parallel": {
-            "kind": config.data_parallel.kind,
-            "replicas": config.data_parallel.replicas,
-            "wire": config.data_parallel.wire,
-        },
+        "data_parallel": {"replicas": config.data_parallel.replicas},
         "transport": {"connections": found.network.connections},
     }
+    # One replica agrees with nobody: what the job says of it stays.
+    if config.data_parallel.replicas > 1:
+        settings["data_parallel"] |= {
+            "kind": config.data_parallel.kind,
+            "wire": config.data_parallel.wire,
+        }
     if pipeline.schedule == AUTO:
         settings["pipeline"]["programs"] = to_csv(found.schedule).split()
     return settings

@@ -9,17 +9,17 @@ longest, simulated by itself, which costs a fraction of all of them.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
 
 from dpipe.config.load import Config
-from dpipe.machines.seats import network_of
+from dpipe.machines.seats import message_network_of
 from dpipe.memory.fit import held_by_rank, in_run
 from dpipe.memory.layers import Stages
 from dpipe.memory.walk import peak_memory
-from dpipe.network.link import Network
+from dpipe.network.link import Host, Network
 from dpipe.placement.climb import Placed
 from dpipe.placement.estimate import Estimate, estimate
 from dpipe.placement.fleet import Floats, Ints
@@ -29,10 +29,12 @@ from dpipe.plan.forecast import (
     agreeing_share,
     ballots_over,
     evaluation_schedule,
+    mean_step_us,
     replicas_of,
     server_ranks,
     with_exchange,
 )
+from dpipe.plan.on_machines import Placement
 from dpipe.plan.tensor_parallel import at_boundaries
 from dpipe.schedule.generate import AUTO, ONE_F_ONE_B, ZERO_BUBBLE, generate
 from dpipe.schedule.lower import lower
@@ -94,10 +96,12 @@ class Trial:
 
     def _network(self, machines: Ints) -> Network:
         names = self.problem.cluster.names
-        return network_of(
-            self.problem.cluster,
-            [names[machine] for machine in machines],
-        ).over_enough()
+        seats = [names[machine] for machine in machines]
+        network = message_network_of(self.problem.cluster, seats)
+        connections = self.config.transport.connections
+        if connections == "auto":
+            return network.over_enough()
+        return network.over(connections)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -215,7 +219,13 @@ class Trial:
             replicas=self.replicas,
             ballots=ballots_over(self.config, self.network),
             costs=self.costs,
+            hosts=self._hosts(self.machines.ravel()),
         )
+
+    def _hosts(self, machines: Ints) -> tuple[Host, ...]:
+        names = self.problem.cluster.names
+        seats = [names[machine] for machine in machines]
+        return Placement(self.problem.cluster, seats).hosts
 
     def _lowered(self, schedule: Schedule, *, reduce: bool) -> Schedule:
         return lower(schedule, tied=self.costs[0].tied_bytes > 0, reduce=reduce)
@@ -223,16 +233,18 @@ class Trial:
     # One order for all replicas: what is good for the slowest cannot make another the slowest by
     # much, as they are cut alike.
     @cached_property
-    def _slowest(self) -> tuple[Cost, Network]:
-        """The replica that takes longest, by the estimate, and its own network."""
+    def _slowest(self) -> tuple[Cost, Network, tuple[Host, ...]]:
+        """The replica that takes longest, by the estimate, its own network, and its hosts."""
         replica = int(np.argmax(self.estimate.replica_s[0]))
-        return self.costs[replica], self._network(self.machines[replica])
+        machines = self.machines[replica]
+        return self.costs[replica], self._network(machines), self._hosts(machines)
 
     def _alone(self, schedule: Schedule) -> Scenario:
         """Of the slowest replica, without the others."""
-        cost, network = self._slowest
+        cost, network, hosts = self._slowest
         ballots = ballots_over(self.config, network)
-        return Scenario(self._lowered(schedule, reduce=False), cost, network, ballots=ballots)
+        lowered = self._lowered(schedule, reduce=False)
+        return Scenario(lowered, cost, network, hosts, ballots=ballots)
 
     @property
     def _agreeing_us(self) -> float:
@@ -262,7 +274,7 @@ class Trial:
 
     def improved(self, known: Evaluated) -> Evaluated:
         """With what schedule "auto" finds for the slowest replica, if that is faster."""
-        cost, network = self._slowest
+        cost, network, _ = self._slowest
         shape = self.placement.shape
         schedule = search(
             shape.stages,
@@ -282,14 +294,16 @@ class Trial:
     def forecast(self, schedule: Schedule) -> Forecast:
         """As `plan.forecast` has it, on these machines."""
         scenario = self.scenario(schedule)
-        timeline = simulate(
+        a_step = partial(
+            simulate,
             scenario.schedule,
             scenario.cost,
             scenario.network,
-            replicas=scenario.replicas,
+            scenario.hosts,
             ballots=scenario.ballots,
             costs=scenario.costs,
         )
+        timeline = a_step(replicas=scenario.replicas)
         return Forecast(
             split=tuple(np.diff(self.placement.ends).tolist()),
             schedule=scenario.schedule,
@@ -299,7 +313,7 @@ class Trial:
             timeline=timeline,
             replicas=self.replicas,
             agreeing_share=agreeing_share(self.config),
-            step_us=timeline.step_us,
+            step_us=mean_step_us(self.config, timeline, a_step, self.replicas),
             memory=peak_memory(schedule, self.stages) if self.stages else (),
         )
 
