@@ -118,7 +118,9 @@ def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCost
     own gflops. Raises `ProfileError` for a machine where some were measured and others were not.
     """
     if not machine.layers:
-        times_faster = (machine.gflops or config.predict.gflops) / config.predict.gflops
+        # Where nothing is known of a machine, it is as fast as the job says of all.
+        gflops = machine.gflops or config.predict.gflops
+        times_faster = gflops / config.predict.gflops
         return replace(
             layers,
             forward_s=tuple(seconds / times_faster for seconds in layers.forward_s),
