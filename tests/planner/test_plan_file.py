@@ -7,8 +7,10 @@ import pytest
 from planner.fleets import job, machines
 
 from dpipe.errors import ConfigError
+from dpipe.plan.forecast import forecast
 from dpipe.planner.fits import planned, refuse_other_job, refuse_other_machines
 from dpipe.planner.plan_file import Plan, dump_plan, load_plan
+from dpipe.schedule.text import to_csv
 
 MODEL = job().layers_digest()
 PLAN = Plan(
@@ -118,3 +120,30 @@ def test_job_takes_what_the_plan_decided(tmp_path: Path) -> None:
     assert overrides[0] == "train.steps=3"
     assert "pipeline.split=[5, 3]" in overrides
     assert "data_parallel.replicas=2" in overrides
+
+
+ORDER = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "words"),
+    [
+        ({"schedule": "1f1b", "stages": 2}, 'for pipeline.schedule "auto", not for "1f1b"'),
+        ({"schedule": "auto", "stages": 3}, "are of 2 ranks, but pipeline.stages 3 make 3"),
+    ],
+)
+def test_order_that_does_not_go_with_the_pipeline_is_refused(
+    pipeline: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        job(pipeline={**pipeline, "programs": ORDER})
+
+
+def test_order_of_a_plan_is_the_one_that_runs() -> None:
+    pipeline = {"schedule": "auto", "stages": 2, "programs": ORDER}
+
+    predicted = forecast(job(pipeline=pipeline, train={"num_microbatches": 2}))
+
+    assert to_csv(predicted.schedule).split() == list(ORDER)
+    with pytest.raises(ConfigError, match="of 2 stages and 2 micro-batches, but"):
+        forecast(job(pipeline=pipeline, train={"num_microbatches": 4}))

@@ -105,9 +105,8 @@ def test_step_time_lies_between_the_busiest_rank_s_work_and_a_step_alone(case, v
 @settings(deadline=None, max_examples=100)
 @given(cases(), st.sampled_from(KINDS[:3]), st.integers(2, 4))
 def test_one_replica_stands_for_all_where_they_vote_to_within_one_delay(case, kind, num_replicas):
-    """And 3 %: pieces of a gradient differ by a byte from replica to replica, and where there is
-    one micro-batch another message may come first (1 in 6,000 examples took 0.5 % and up to 2.8 %
-    more).
+    """And 3 %: pieces of a gradient differ by a byte from replica to replica, and another message
+    may come first. In 1 of 6,000 examples, with one micro-batch, 0.5 % were not enough.
     """
     schedule, cost, net = case
     replicas = Replicas(exchange(kind, num_replicas, 2))
