@@ -18,6 +18,7 @@ from netem import lab as labs
 from netem.lab import Lab
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.lab,
     pytest.mark.usefixtures("possible"),
     pytest.mark.timeout(300),
