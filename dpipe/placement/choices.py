@@ -86,17 +86,9 @@ def choices_of(config: Config, formats: Sequence[str]) -> OpenChoices:
         tensor_parallel=_sizes_of_groups(config),
         num_microbatches=_stated(config.train, "num_microbatches"),
         recompute=_open(pipeline, "recompute", RECOMPUTES),
-        wires=_open(
-            pipeline,
-            "wire",
-            [n for n in formats if FORMATS[n].between_stages],
-        ),
+        wires=_open(pipeline, "wire", [n for n in formats if FORMATS[n].between_stages]),
         kinds=kinds,
-        exchange_wires=_open(
-            settings,
-            "wire",
-            [n for n in formats if FORMATS[n].between_replicas],
-        ),
+        exchange_wires=_open(settings, "wire", [n for n in formats if FORMATS[n].between_replicas]),
         schedule=pipeline.schedule if "schedule" in pipeline.model_fields_set else AUTO,
         in_flight=pipeline.in_flight,
         split=split,
@@ -135,11 +127,7 @@ def _stated(section: Section, key: str) -> int | None:
     return value
 
 
-def _open(
-    section: Section,
-    key: str,
-    choices: Sequence[str],
-) -> tuple[str, ...]:
+def _open(section: Section, key: str, choices: Sequence[str]) -> tuple[str, ...]:
     if key in section.model_fields_set:
         return (getattr(section, key),)
     return tuple(choices)

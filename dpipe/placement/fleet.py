@@ -40,11 +40,7 @@ class Units:
         return len(self) == len(np.unique(self.machine))
 
 
-def units_of(
-    cluster: Cluster,
-    config: Config,
-    group_size: int,
-) -> Units:
+def units_of(cluster: Cluster, config: Config, group_size: int) -> Units:
     """`group_size` devices make a unit; machines with fewer have none."""
     machines = cluster.machines
     counts = [machine.devices // group_size for machine in machines]

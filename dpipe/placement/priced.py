@@ -17,14 +17,6 @@ def price_per_hour(problem: PlanProblem, placement: Placed) -> float:
     return float(hourly(units, placement.seats[None])[0])
 
 
-def price_of(
-    problem: PlanProblem,
-    placement: Placed,
-    step_s: float,
-) -> float:
+def price_of(problem: PlanProblem, placement: Placed, step_s: float) -> float:
     """Of a million tokens."""
-    return of_million_tokens(
-        price_per_hour(problem, placement),
-        step_s,
-        problem.tokens,
-    )
+    return of_million_tokens(price_per_hour(problem, placement), step_s, problem.tokens)

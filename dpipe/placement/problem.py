@@ -50,42 +50,24 @@ class PlanProblem:
     @cached_property
     def _one_of_each_kind(self) -> list[Machine]:
         machines = self.cluster.machines
-        first = dict(
-            zip(
-                reversed(kinds_of(machines)),
-                reversed(machines),
-                strict=True,
-            )
-        )
+        first = dict(zip(reversed(kinds_of(machines)), reversed(machines), strict=True))
         return [first[kind] for kind in sorted(first)]
 
     def units(self, group_size: int) -> Units:
         def make() -> Units:
-            return units_of(
-                self.cluster,
-                self.config,
-                group_size,
-            )
+            return units_of(self.cluster, self.config, group_size)
 
         units: Units = self._once(("units", group_size), make)
         return units
 
-    def with_units(
-        self,
-        group_size: int,
-        units: Units,
-    ) -> "PlanProblem":
+    def with_units(self, group_size: int, units: Units) -> "PlanProblem":
         """The same job on machines that differ from these only as `units` say."""
         return replace(self, _known={**self._known, ("units", group_size): units})
 
     def times(self, shape: PlanShape) -> SummedTimes:
         def make() -> SummedTimes:
             config = self.trial(shape)
-            return times_of(
-                config,
-                self.whole_model(config),
-                self._one_of_each_kind,
-            )
+            return times_of(config, self.whole_model(config), self._one_of_each_kind)
 
         times: SummedTimes = self._once(("times", *_computes(shape)), make)
         return times
@@ -111,11 +93,7 @@ class PlanProblem:
         sent: tuple[Floats, Floats] = self._once(key, make)
         return sent
 
-    def _hops(
-        self,
-        shape: PlanShape,
-        wire: str,
-    ) -> tuple[Floats, Floats]:
+    def _hops(self, shape: PlanShape, wire: str) -> tuple[Floats, Floats]:
         def make() -> tuple[Floats, Floats]:
             config = self.trial(shape, wire)
             return bytes_of_hops(config, self.whole_model(config))
@@ -128,20 +106,12 @@ class PlanProblem:
 
         def make() -> Floats:
             whole = self.whole_model(self.config)
-            return exchanged_bytes(
-                whole,
-                shape.kind,
-                shape.exchange_wire,
-            )
+            return exchanged_bytes(whole, shape.kind, shape.exchange_wire)
 
         size: Floats = self._once(("exchanged", shape.kind, shape.exchange_wire), make)
         return size
 
-    def trial(
-        self,
-        shape: PlanShape,
-        wire: str = "none",
-    ) -> Config:
+    def trial(self, shape: PlanShape, wire: str = "none") -> Config:
         """The job with the micro-batches of `shape`, before it is cut. Raises `ConfigError` where
         they do not go with the rest of the job.
         """
@@ -160,11 +130,7 @@ class PlanProblem:
             train__num_microbatches=shape.num_microbatches,
         )
 
-    def _once(
-        self,
-        key: tuple[object, ...],
-        make: Callable[[], Any],
-    ) -> Any:
+    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]

@@ -44,26 +44,14 @@ _MUCH = 1 << 20  # values of a tensor, by which formats are compared
 _value = attrgetter("value")
 
 
-def search(
-    problem: PlanProblem,
-    objective: Objective,
-    seed: int = 0,
-) -> list[Placed]:
+def search(problem: PlanProblem, objective: Objective, seed: int = 0) -> list[Placed]:
     """The best of each shape that was improved, best first; none where nothing fits."""
     starts = Starts(problem, objective)
     # One of each, or the best dozen would be one placement with a dozen numbers of micro-batches.
     first = _one_of_each(starts.promising(), _PLACED_OFTEN)
     found = [starts.alike(each, shape) for each in first for shape in _finer(problem, each.shape)]
     found = _one_of_each(found, _IMPROVED)
-    climbs = [
-        Climb(
-            problem,
-            objective,
-            starts.best(each),
-            seed,
-        )
-        for each in found
-    ]
+    climbs = [Climb(problem, objective, starts.best(each), seed) for each in found]
     done: list[Climb] = []
     for share in _ROUNDS:
         for climb in climbs:
@@ -95,11 +83,7 @@ def _kept(climbs: Sequence[Climb]) -> int:
 class Starts:
     """Where shapes are placed before anything is improved."""
 
-    def __init__(
-        self,
-        problem: PlanProblem,
-        objective: Objective,
-    ) -> None:
+    def __init__(self, problem: PlanProblem, objective: Objective) -> None:
         self._problem = problem
         self._objective = objective
         self._chains: dict[int, Ints] = {}  # by size of a tensor-parallel group
@@ -139,22 +123,14 @@ class Starts:
         """The best of a few ways to place it. Where memory binds, recomputed as well, and with what
         other kinds of data parallelism hold.
         """
-        orders = starting_orders(
-            self._problem,
-            shape,
-            self._chain(shape),
-        )
+        orders = starting_orders(self._problem, shape, self._chain(shape))
         usual = self._best(shape, orders)
         if not usual.waits:
             return usual
         leaner = [self._best(shape, orders) for shape in _leaner(self._problem, shape)]
         return min([usual, *leaner], key=_value)
 
-    def alike(
-        self,
-        placement: Placed,
-        shape: PlanShape,
-    ) -> Placed:
+    def alike(self, placement: Placed, shape: PlanShape) -> Placed:
         """`shape` placed and cut as another of its stages and replicas is; as in `fitted`, the best
         of what memory may ask for.
         """
@@ -164,19 +140,9 @@ class Starts:
         leaner = [self._same(placement, shape) for shape in _leaner(self._problem, shape)]
         return min([usual, *leaner], key=_value)
 
-    def _same(
-        self,
-        placement: Placed,
-        shape: PlanShape,
-    ) -> Placed:
+    def _same(self, placement: Placed, shape: PlanShape) -> Placed:
         order = placement.order[None]
-        return best_of(
-            self._problem,
-            shape,
-            self._objective,
-            order,
-            placement.ends[None],
-        )
+        return best_of(self._problem, shape, self._objective, order, placement.ends[None])
 
     def best(self, placement: Placed) -> Placed:
         """The best of all ways, where they are few."""
@@ -191,28 +157,14 @@ class Starts:
             found.append(self._best(shape, orders))
         return min(found, key=_value)
 
-    def _best(
-        self,
-        shape: PlanShape,
-        orders: Ints,
-    ) -> Placed:
+    def _best(self, shape: PlanShape, orders: Ints) -> Placed:
         problem = self._problem
         split = problem.choices.split
         if split is None:
-            ends = balanced(
-                problem,
-                shape,
-                seats_of(shape, orders),
-            )
+            ends = balanced(problem, shape, seats_of(shape, orders))
         else:
             ends = np.tile(np.cumsum((0, *split)), (len(orders), 1))
-        return best_of(
-            problem,
-            shape,
-            self._objective,
-            orders,
-            ends,
-        )
+        return best_of(problem, shape, self._objective, orders, ends)
 
     def _chain(self, shape: PlanShape) -> Ints:
         size = shape.tensor_parallel
@@ -254,22 +206,10 @@ def _coarse(problem: PlanProblem) -> Iterator[PlanShape]:
                 if not numbers:
                     continue
                 number = min(numbers, key=lambda number: abs(number - 4 * stages))
-                yield _shape(
-                    problem,
-                    stages,
-                    replicas,
-                    size,
-                    number,
-                )
+                yield _shape(problem, stages, replicas, size, number)
 
 
-def _shape(
-    problem: PlanProblem,
-    stages: int,
-    replicas: int,
-    size: int,
-    number: int,
-) -> PlanShape:
+def _shape(problem: PlanProblem, stages: int, replicas: int, size: int, number: int) -> PlanShape:
     """With the first of all choices, and the formats that are smallest."""
     choices = problem.choices
     wire = _smallest(choices.wires)
@@ -293,13 +233,7 @@ def _finer(problem: PlanProblem, shape: PlanShape) -> Iterator[PlanShape]:
     """`shape` with every number of micro-batches, and else as it was before memory bound."""
     choices = problem.choices
     for number in choices.micro_batches(shape.replicas):
-        yield _shape(
-            problem,
-            shape.stages,
-            shape.replicas,
-            shape.tensor_parallel,
-            number,
-        )
+        yield _shape(problem, shape.stages, shape.replicas, shape.tensor_parallel, number)
 
 
 def _leaner(problem: PlanProblem, shape: PlanShape) -> Iterator[PlanShape]:
@@ -308,11 +242,7 @@ def _leaner(problem: PlanProblem, shape: PlanShape) -> Iterator[PlanShape]:
     kinds = choices.kinds if shape.replicas > 1 else ("none",)
     for recompute in choices.recompute:
         for kind in kinds:
-            leaner = replace(
-                shape,
-                recompute=recompute,
-                kind=kind,
-            )
+            leaner = replace(shape, recompute=recompute, kind=kind)
             if leaner != shape:
                 yield leaner
 

@@ -16,11 +16,7 @@ from dpipe.placement.shape import PlanShape
 _REFERENCE_GBIT = 0.05  # of a message by which distances are compared: some MB
 
 
-def starting_orders(
-    problem: PlanProblem,
-    shape: PlanShape,
-    chain: Ints,
-) -> Ints:
+def starting_orders(problem: PlanProblem, shape: PlanShape, chain: Ints) -> Ints:
     """Orders as `climb.Placed` has them: [start, unit]; `chain` is that of `chained`."""
     units = problem.units(shape.tensor_parallel)
     times = problem.times(shape)
@@ -51,11 +47,7 @@ def chained(units: Units) -> Ints:
     chain = [here]
     left[here] = False
     while left.any():
-        row = np.where(
-            left,
-            distance_s[here],
-            np.inf,
-        )
+        row = np.where(left, distance_s[here], np.inf)
         here = int(np.argmin(row)) if np.isfinite(row).any() else int(np.flatnonzero(left)[0])
         chain.append(here)
         left[here] = False

@@ -43,34 +43,16 @@ class Held:
     working: float  # above that, of the layer that needs most
 
 
-def times_of(
-    config: Config,
-    whole: LayerCosts,
-    machines: Sequence[Machine],
-) -> SummedTimes:
+def times_of(config: Config, whole: LayerCosts, machines: Sequence[Machine]) -> SummedTimes:
     """Of `machines`, one of each kind; `whole` are the layers on one rank at predict.gflops."""
-    rows = [
-        _seconds(
-            config,
-            layers_on(
-                config,
-                whole,
-                machine,
-            ),
-        )
-        for machine in machines
-    ]
+    rows = [_seconds(config, layers_on(config, whole, machine)) for machine in machines]
     return SummedTimes(*map(np.stack, zip(*rows, strict=True)))
 
 
 def _seconds(config: Config, layers: LayerCosts) -> tuple[Floats, Floats, Floats, Floats]:
     # Each layer as a stage of its own, with what is computed again and exchanged in its group.
     cut = (1,) * len(layers.forward_s)
-    alone = stage_cost(
-        on_ranks(config, layers),
-        cut,
-        recompute=config.pipeline.recompute,
-    )
+    alone = stage_cost(on_ranks(config, layers), cut, recompute=config.pipeline.recompute)
     return (
         _summed_s(alone.forward_us),
         _summed_s(alone.backward_us),
@@ -85,20 +67,12 @@ def _summed_s(times_us: Sequence[float]) -> Floats:
 
 def bytes_of_hops(config: Config, whole: LayerCosts) -> tuple[Floats, Floats]:
     """Sent behind each layer but the last, forward and backward, in the format of `config`."""
-    alone = stage_cost(
-        whole,
-        (1,) * len(whole.forward_s),
-        recompute="none",
-    )
+    alone = stage_cost(whole, (1,) * len(whole.forward_s), recompute="none")
     cost = at_boundaries(config, alone)
     return np.array(cost.activation_bytes, float), np.array(cost.gradient_bytes, float)
 
 
-def exchanged_bytes(
-    whole: LayerCosts,
-    kind: str,
-    wire: str,
-) -> Floats:
+def exchanged_bytes(whole: LayerCosts, kind: str, wire: str) -> Floats:
     """Both ways between replicas, summed up."""
     there = [wire_bytes(wire, size // _FLOAT_BYTES) for size in whole.parameter_bytes]
     home = there if KINDS[kind].rounds_answer else list(whole.parameter_bytes)

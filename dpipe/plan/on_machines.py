@@ -80,8 +80,12 @@ def costs_on(
 
 def _of_stages(by_machine: Mapping[str, Cost], names: Sequence[str]) -> Cost:
     """Of one replica, whose ranks are on the machines `names`; stages are dealt out in turn."""
+    # What is sent and held does not depend on the machine.
     any_of_them = by_machine[names[0]]
-    costs = [by_machine[names[stage % len(names)]] for stage in range(any_of_them.num_stages)]
+    costs = []
+    for stage in range(any_of_them.num_stages):
+        name = names[stage % len(names)]
+        costs.append(by_machine[name])
     return replace(
         any_of_them,
         forward_us=tuple(cost.forward_us[stage] for stage, cost in enumerate(costs)),
