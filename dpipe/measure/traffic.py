@@ -22,7 +22,6 @@ from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
 from dpipe.measure.notes import NOT_YET, Note, NoteKind
 from dpipe.measure.tcp_info import counts, queued_bytes
-from dpipe.network.link import PAYLOAD_SHARE
 from dpipe.session.session import reason_of
 
 _CHUNK = memoryview(bytes(64 << 10))
@@ -92,10 +91,8 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def gbps(bytes_per_s: float) -> float:
-    """Gbit/s of the interface that carries so much payload in full Ethernet frames: what the
-    profile of a network says.
-    """
-    return bytes_per_s * 8e-9 / PAYLOAD_SHARE
+    """Of messages, without the headers of packets: what a file of machines says."""
+    return bytes_per_s * 8e-9
 
 
 class Outflow:

@@ -49,6 +49,7 @@ def placement_of(config: Config) -> Placement | None:
     if path is None:
         return None
     cluster = load_machines(path)
+    refuse_times_of_other_model(config, cluster)
     seats = config.predict.seats or seats_in_order(cluster, config.ranks_per_machine)
     num_ranks = config.num_machines
     if len(seats) < num_ranks:
@@ -62,6 +63,23 @@ def placement_of(config: Config) -> Placement | None:
     seats = seats[:num_ranks]
     cluster.check_links(dict.fromkeys(seats))
     return Placement(cluster, seats)
+
+
+def refuse_times_of_other_model(config: Config, cluster: Cluster) -> None:
+    """Raises `ConfigError` where layers were measured with another model, or at another precision.
+    What a file written by hand says is believed.
+    """
+    measured = cluster.measured
+    has_times = any(machine.layers for machine in cluster.machines)
+    if measured is None or not has_times or not config.model.family.computes:
+        return
+    if measured.model != config.layers_digest():
+        raise ConfigError(
+            f"the layers in {cluster.name} were measured with another model or precision: "
+            f"[measured] model is {measured.model}, that of the job is {config.layers_digest()}; "
+            "measure with this job (dpipe measure), or take [measured] out of the file if the "
+            "times hold for it as well"
+        )
 
 
 def costs_on(

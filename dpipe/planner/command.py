@@ -11,6 +11,7 @@ from dpipe.machines.file import load_machines
 from dpipe.placement.choices import choices_of
 from dpipe.placement.objective import Objective
 from dpipe.placement.problem import PlanProblem
+from dpipe.plan.on_machines import refuse_times_of_other_model
 from dpipe.planner.decide import decide
 from dpipe.planner.plan_file import dump_plan
 from dpipe.planner.text import as_row, as_text
@@ -32,6 +33,7 @@ def plan_text(
     """Plan the job in `path` on the machines in `machines`; `write` is where the plan is kept."""
     config = load(path, overrides, trust_code=trust_code)
     cluster = load_machines(machines)
+    refuse_times_of_other_model(config, cluster)
     problem = PlanProblem(config, cluster, choices_of(config, formats))
     decided = decide(
         problem, Objective(objective, math.inf if max_price is None else max_price), seed

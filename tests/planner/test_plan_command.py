@@ -1,6 +1,7 @@
 """`dpipe plan`, from files to what it prints and writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from planner.fleets import machines
 
 from dpipe.cli.main import main
 from dpipe.machines.file import dump_machines
+from dpipe.machines.machine import KINDS, LayerTime, Measurement
 from dpipe.planner.plan_file import load_plan
 
 JOB = """\
@@ -118,6 +120,23 @@ def test_machines_too_small_for_any_stage_are_refused(folder: Path) -> None:
 
     assert done.exit_code == 2
     assert "no machines hold the model: the smallest stage" in done.output
+    assert not (folder / "plan.toml").exists()
+
+
+def test_times_of_another_model_are_refused(folder: Path) -> None:
+    """By `plan`, which would place layers by them, and by a run that takes the file."""
+    layers = [LayerTime(kind, 1, 1, 2) for kind in KINDS]
+    every = [replace(machine, layers=tuple(layers)) for machine in machines(2).machines]
+    measured = Measurement("2026-11-23T12:00:00Z", "5f84501")
+    other = replace(machines(2), machines=tuple(every), measured=measured)
+    (folder / "machines.toml").write_text(dump_machines(other))
+
+    done = plan("--write", "plan.toml")
+    launched = run("launch", "job.toml", "--machines", "machines.toml", "-o", "pipeline.stages=2")
+
+    assert done.exit_code == launched.exit_code == 2
+    assert "were measured with another model or precision" in done.output
+    assert "were measured with another model or precision" in launched.output
     assert not (folder / "plan.toml").exists()
 
 
