@@ -40,6 +40,7 @@ def network_of(cluster: Cluster, seats: Seats) -> Network:
     for source, here in enumerate(seats):
         for target, there in enumerate(seats):
             link = cluster.link(here, there)
+            # Of hundreds of machines most pairs have the default, which a network holds once.
             if source != target and link is not None and link != cluster.default_link:
                 links[source, target] = link
     interfaces = []
@@ -67,6 +68,7 @@ def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
         cores = machine.cores
+        # A rank that is alone has been measured with all cores of its machine.
         if len(ranks) > 1 and cores is not None:
             hosts.append(Host(ranks, cores, computes=machine.device.startswith("cpu")))
     return tuple(hosts)

@@ -53,7 +53,7 @@ class _Filling:
         times = problem.times(shape)
         held = problem.held(shape)
         units = problem.units(shape.tensor_parallel)
-        self.takes: Floats = times.forward + times.backward
+        self.takes = times.forward + times.backward  # [kind, layer + 1]
         self._num_layers = problem.num_layers
         self._kinds = units.kind[seats]
         # With one micro-batch under way, the least there can be.
@@ -85,23 +85,29 @@ class _Filling:
         longest_s = layers_s.max(axis=1)
         # A stage has at most one layer more than its share.
         one_more_s = longest_s[self._kinds]
-        return least_s, least_s + one_more_s.max(axis=(1, 2))
+        most_s = least_s + one_more_s.max(axis=(1, 2))
+        return least_s, most_s
 
     def within(self, limit_s: Floats) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """The cut, and for which candidates the stages keep to `limit_s` with all layers placed."""
         stages = len(self._kinds_of)
-        shape = (len(limit_s), stages + 1)
-        ends = np.zeros(shape, dtype=np.int64)
+        num_layers = self._num_layers
+        start = np.zeros(len(limit_s), dtype=np.int64)
+        cut = [start]
         for stage in range(stages):
-            start = ends[:, stage]
             last = self._last(stage, start, limit_s)
-            behind = stages - 1 - stage  # each needs one layer
-            most = self._num_layers - behind
-            ends[:, stage + 1] = np.clip(last, start + 1, most)
-        placed = ends[:, -1] == self._num_layers
-        ends[:, -1] = self._num_layers
-        before_s = self.takes[self._kinds, ends[:, None, :-1]]
-        after_s = self.takes[self._kinds, ends[:, None, 1:]]
+            behind = stages - 1 - stage
+            # Each stage has one layer at least, those behind it too.
+            start = np.clip(last, start + 1, num_layers - behind)
+            cut.append(start)
+        placed = start == num_layers
+        # What nobody has room for is left to the last stage.
+        cut[-1] = np.full_like(start, num_layers)
+        ends = np.stack(cut, axis=1)
+        begin = ends[:, None, :-1]
+        end = ends[:, None, 1:]
+        before_s = self.takes[self._kinds, begin]
+        after_s = self.takes[self._kinds, end]
         taken_s = after_s - before_s
         slowest_s = taken_s.max(axis=(1, 2))
         # A stage that was given its one layer anyway may take longer than the limit.

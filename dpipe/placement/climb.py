@@ -42,14 +42,16 @@ class Placed:
     @property
     def seats(self) -> Ints:
         """[replica, stage]"""
-        seats: Ints = seats_of(self.shape, self.order[None])[0]
+        candidates = self.order[None]
+        seats: Ints = seats_of(self.shape, candidates)[0]
         return seats
 
 
 def seats_of(shape: PlanShape, orders: Ints) -> Ints:
     """[candidate, replica, stage]"""
+    count = len(orders)
     first = orders[:, : shape.num_seats]
-    return first.reshape(len(orders), shape.replicas, shape.stages)
+    return first.reshape(count, shape.replicas, shape.stages)
 
 
 def best_of(
@@ -100,10 +102,11 @@ class Climb:
             self._go(orders, ends, hot)
 
     def _go(self, orders: Ints, ends: Ints, hot: float) -> None:
+        problem = self._problem
         shape = self._shape
         seats = seats_of(shape, orders)
-        found = estimate(self._problem, shape, seats, ends)
-        values = self._objective(self._problem, shape, found, seats)
+        found = estimate(problem, shape, seats, ends)
+        values = self._objective(problem, shape, found, seats)
         smooth = _smoothed(values, found)
         best = int(np.argmin(smooth))
         most = self._value * (1 + hot)
@@ -111,7 +114,8 @@ class Climb:
             self._order = orders[best]
             self._ends = ends[best]
             self._value = float(smooth[best])
-            self._slowest = _slowest_seats(found.seats_s[best])
+            seats_s = found.seats_s[best]
+            self._slowest = _slowest_seats(seats_s)
         # By the value itself: what is smoothed shows the way, and is no result.
         least = int(np.argmin(values))
         if values[least] < self.best.value:
@@ -130,21 +134,27 @@ class Climb:
         # What decides the move: [0, 1), in shares, and beyond it no move.
         move = self._rng.random(width)
         move[0] = 2.0  # where the climb is: a round must not lose it
-        swaps = move < _SWAPS
-        moves_layer = ~swaps & (move < _SWAPS + _LAYERS)
-        reorders = (move >= _SWAPS + _LAYERS) & (move < 1.0)
-        self._swap(orders, np.flatnonzero(swaps))
+        swaps_below = _SWAPS
+        layers_below = _SWAPS + _LAYERS
+        swaps = move < swaps_below
+        moves_layer = (move >= swaps_below) & (move < layers_below)
+        reorders = (move >= layers_below) & (move < 1.0)
+        rows = np.flatnonzero(swaps)
+        self._swap(orders, rows)
         # Machines of other speeds want another cut: neither move alone may be a step up.
         also = self._rng.random(width) < _ALSO_A_LAYER
         layers = swaps & also | moves_layer
-        self._move_layer(ends, np.flatnonzero(layers))
-        self._reorder_stages(orders, np.flatnonzero(reorders))
+        rows = np.flatnonzero(layers)
+        self._move_layer(ends, rows)
+        rows = np.flatnonzero(reorders)
+        self._reorder_stages(orders, rows)
         return orders, ends
 
     def _swap(self, orders: Ints, rows: Ints) -> None:
         rng = self._rng
         count = len(rows)
-        anywhere = rng.integers(self._shape.num_seats, size=count)
+        num_seats = self._shape.num_seats
+        anywhere = rng.integers(num_seats, size=count)
         slowest = rng.choice(self._slowest, size=count)
         decides = rng.random(count) < _SLOWEST
         here = np.where(decides, slowest, anywhere)
@@ -158,39 +168,49 @@ class Climb:
 
     def _move_layer(self, ends: Ints, rows: Ints) -> None:
         """Each row's from one stage to another: the boundaries between them move by one."""
+        rng = self._rng
         stages = self._shape.stages
-        if stages == 1 or self._problem.choices.split is not None:
+        stated = self._problem.choices.split is not None
+        if stated or stages == 1:
             return
         each = (len(rows), 1)
-        source = self._rng.integers(stages, size=each)
-        target = self._rng.integers(stages, size=each)
+        source = rng.integers(stages, size=each)
+        target = rng.integers(stages, size=each)
         boundary = np.arange(stages + 1)
         up = (boundary > target) & (boundary <= source)
         down = (boundary > source) & (boundary <= target)
         moved = ends[rows] + up - down
         # A stage that has one layer keeps it.
         layers = np.diff(moved, axis=1)
-        whole = (layers >= 1).all(axis=1)
-        ends[rows[whole]] = moved[whole]
+        least = layers.min(axis=1)
+        whole = least >= 1
+        kept = rows[whole]
+        ends[kept] = moved[whole]
 
     def _reorder_stages(self, orders: Ints, rows: Ints) -> None:
         """In every replica alike: a run of stages turned round, or two that change places."""
+        rng = self._rng
         shape = self._shape
         count = len(rows)
-        ends = self._rng.integers(shape.stages, size=(2, count, 1))
+        two = (2, count, 1)
+        ends = rng.integers(shape.stages, size=two)
         first = ends.min(axis=0)
         last = ends.max(axis=0)
         mirrored = first + last
         stage = np.arange(shape.stages)
         inside = (stage >= first) & (stage <= last)
         at_end = (stage == first) | (stage == last)
-        turns = self._rng.random(count) < 0.5
+        turns = rng.random((count, 1)) < 0.5
         # Two that change places are a run of which only the ends are turned.
-        moves = np.where(turns[:, None], inside, at_end)
-        places = np.where(moves, mirrored - stage, stage)
+        moves = np.where(turns, inside, at_end)
+        opposite = mirrored - stage
+        places = np.where(moves, opposite, stage)
+        in_each_replica = places[:, None, :]
         seats = seats_of(shape, orders[rows])
-        moved = np.take_along_axis(seats, places[:, None, :], axis=2)
-        orders[rows, : shape.num_seats] = moved.reshape(count, -1)
+        moved = np.take_along_axis(seats, in_each_replica, axis=2)
+        # What is left out stays behind the seats.
+        num_seats = shape.num_seats
+        orders[rows, :num_seats] = moved.reshape(count, num_seats)
 
 
 def _smoothed(values: Floats, found: Estimate) -> Floats:
@@ -199,12 +219,15 @@ def _smoothed(values: Floats, found: Estimate) -> Floats:
     # An infinite step has no share, and is not chosen whatever this one is.
     share = np.ones_like(mean_s)
     np.divide(mean_s, found.step_s, out=share, where=possible)
-    smooth: Floats = values * (1 + _SMOOTHING * share)
+    factor = 1 + _SMOOTHING * share
+    smooth: Floats = values * factor
     return smooth
 
 
 def _slowest_seats(seats_s: Floats) -> Ints:
     """An eighth of all, one at least: those whose machines a swap should replace."""
-    by_time = np.argsort(seats_s.ravel())
-    count = max(1, len(by_time) // 8)
+    of_all = seats_s.ravel()
+    by_time = np.argsort(of_all)
+    eighth = len(by_time) // 8
+    count = max(1, eighth)
     return by_time[-count:]

@@ -113,8 +113,9 @@ class _Batch:
 
     def _set_hops(self) -> None:
         units = self._units
-        forward, backward = self._problem.sent_bytes(self._shape)
-        hops = np.arange(self._shape.stages - 1)
+        shape = self._shape
+        forward, backward = self._problem.sent_bytes(shape)
+        hops = np.arange(shape.stages - 1)
         last_layers = self._begin[..., 1:] - 1
         forward_bytes = forward[hops, last_layers]
         backward_bytes = backward[hops, last_layers]
@@ -126,26 +127,31 @@ class _Batch:
         self._out_s = self._forward_gbit / units.gbps[out]
         self._back_s = self._backward_gbit / units.gbps[back]
         # With the delay, and what is computed in front of it.
-        up_s = self._forward_s[..., :-1] + self._out_s
+        forward_s = self._forward_s[..., :-1]
+        returns_s = self._returns_s[..., :-1]
+        up_s = forward_s + self._out_s
         up_s += units.delay_s[out]
-        down_s = self._returns_s[..., :-1] + self._back_s
+        down_s = returns_s + self._back_s
         down_s += units.delay_s[back]
         heads_s = _summed(up_s)
+        # From the first stage on: what a gradient has yet to pass when a stage is done with it.
         self._tails_s = _summed(down_s)
         self._ends_s = heads_s + self._tails_s
 
     def estimate(self) -> Estimate:
         num = self._shape.num_microbatches
+        candidates, replicas, _ = self._seats.shape
         ends_s = self._ends_s
         sent_s, received_s = self._interfaces()
-        computing_s = num * (self._forward_s + self._backward_s)
+        both_s = self._forward_s + self._backward_s
+        computing_s = num * both_s
         sending_s = num * sent_s
         receiving_s = num * received_s
         # The first micro-batch passes alone, and each of the others makes the slowest wait once.
         others_s = (num - 1) * self._slowest_s()
         first_s = self._turn_s[..., None]
         found = Estimate(
-            step_s=np.zeros(len(self._seats)),
+            step_s=np.zeros(candidates),
             computes_s=ends_s + computing_s,
             sends_s=ends_s + sending_s,
             receives_s=ends_s + receiving_s,
@@ -155,16 +161,18 @@ class _Batch:
             passes_s=first_s + others_s,
             waits_s=self._waits_s(),
             exchange_s=self._exchange_s(),
-            replica_s=np.zeros(self._seats.shape[:2]),
+            replica_s=np.zeros((candidates, replicas)),
         )
-        found.seats_s.max(axis=2, out=found.replica_s)
+        seats_s = found.seats_s
+        seats_s.max(axis=2, out=found.replica_s)
         self._set_steps(found)
         return found
 
     def _set_steps(self, found: Estimate) -> None:
         step_s = found.step_s
         # A stage's gradient is final when its last backward pass is over.
-        of_stages_s = found.replica_s[..., None] - self._tails_s
+        replica_s = found.replica_s[..., None]
+        of_stages_s = replica_s - self._tails_s
         final_s = of_stages_s.max(axis=1)
         exchanged_s = final_s + found.exchange_s
         agreed_s = exchanged_s.max(axis=1)
@@ -179,7 +187,9 @@ class _Batch:
     @property
     def _turn_s(self) -> Floats:
         """A micro-batch alone, up and down: [candidate, replica]."""
-        top_s: Floats = self._forward_s[..., -1] + self._returns_s[..., -1]
+        forward_s: Floats = self._forward_s[..., -1]
+        returns_s: Floats = self._returns_s[..., -1]
+        top_s = forward_s + returns_s
         return top_s + self._ends_s[..., -1]
 
     def _slowest_s(self) -> Floats:
@@ -209,8 +219,10 @@ class _Batch:
         received = np.zeros(seats.shape)
         received[..., 1:] = forward
         received[..., :-1] += backward
-        sent_s = self._of_machines(sent) / units.egress_gbps[seats]
-        received_s = self._of_machines(received) / units.ingress_gbps[seats]
+        egress_gbps = units.egress_gbps[seats]
+        ingress_gbps = units.ingress_gbps[seats]
+        sent_s = self._of_machines(sent) / egress_gbps
+        received_s = self._of_machines(received) / ingress_gbps
         return sent_s, received_s
 
     def _of_machines(self, sizes: Floats) -> Floats:
@@ -224,7 +236,8 @@ class _Batch:
         first = candidate * units.num_machines
         place = first + units.machine[self._seats]
         length = count * units.num_machines
-        total = np.bincount(place.ravel(), sizes.ravel(), length)
+        numbers = place.ravel()
+        total = np.bincount(numbers, sizes.ravel(), length)
         of_seats: Floats = total[place]
         return of_seats
 
@@ -234,15 +247,17 @@ class _Batch:
         layers = self._problem.held(shape)
         held = self._of_layers(layers.held)
         held = np.maximum(held, 1.0)  # a job of which nobody knows what it holds
-        free = self._units.memory_bytes[self._seats] - layers.working
-        free = free - self._of_layers(layers.static)
+        memory_bytes = self._units.memory_bytes[self._seats]
+        static = self._of_layers(layers.static)
+        free = memory_bytes - layers.working - static
         fitting = np.floor(free / held)
         fitting = np.minimum(fitting, shape.num_microbatches)
         if shape.depths is not None:
             depths = np.array(shape.depths)
             fitting = np.minimum(fitting, depths)
         turns = shape.num_microbatches / fitting
-        above_s = self._turn_s[..., None] - self._ends_s
+        turn_s = self._turn_s[..., None]
+        above_s = turn_s - self._ends_s
         waits_s = self._ends_s + above_s * turns
         fits = fitting >= 1
         return np.where(fits, waits_s, np.inf)
@@ -257,19 +272,25 @@ class _Batch:
             return np.zeros((count, stages))
         units = self._units
         by_layer = self._problem.exchanged_bytes(self._shape)
+        # Replicas are cut alike: the first stands for all.
         size = self._of_layers(by_layer)[:, 0]
         share_gbit = size * _GBIT / replicas
         groups = self._seats.transpose(0, 2, 1)
-        pairs = groups[..., :, None], groups[..., None, :]
+        source = groups[..., :, None]
+        target = groups[..., None, :]
+        pairs = (source, target)
         apart = ~np.eye(replicas, dtype=bool)
         gbps = units.gbps[pairs]
-        slowest = np.min(gbps, axis=(2, 3), where=apart, initial=np.inf)
         delay_s = units.delay_s[pairs]
-        farthest_s = np.max(delay_s, axis=(2, 3), where=apart, initial=0.0)
+        of_pairs = (2, 3)  # axes
+        slowest = np.min(gbps, axis=of_pairs, where=apart, initial=np.inf)
+        farthest_s = np.max(delay_s, axis=of_pairs, where=apart, initial=0.0)
         both_ways = np.minimum(units.egress_gbps, units.ingress_gbps)
-        interface = both_ways[groups].min(axis=2)
+        interfaces = both_ways[groups]
+        interface = interfaces.min(axis=2)
         over_link_s = share_gbit / slowest
-        over_interface_s = share_gbit * (replicas - 1) / interface
+        others_gbit = share_gbit * (replicas - 1)
+        over_interface_s = others_gbit / interface
         over_s = np.maximum(over_link_s, over_interface_s)
         total: Floats = over_s + 2 * farthest_s
         return total
@@ -277,12 +298,14 @@ class _Batch:
     def _vote_s(self) -> Floats:
         """The farthest ballot to the coordinator, at the first seat, and the verdict back."""
         units = self._units
-        every = self._seats.reshape(len(self._seats), -1)
+        count = len(self._seats)
+        every = self._seats.reshape(count, -1)
         first = every[:, :1]
         there_s = units.delay_s[every, first]
         back_s = units.delay_s[first, every]
-        total: Floats = there_s.max(axis=1) + back_s.max(axis=1)
-        return total
+        farthest_there_s: Floats = there_s.max(axis=1)
+        farthest_back_s: Floats = back_s.max(axis=1)
+        return farthest_there_s + farthest_back_s
 
 
 def _summed(steps: Floats) -> Floats:

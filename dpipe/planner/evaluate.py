@@ -159,8 +159,12 @@ class Trial:
     @cached_property
     def _parameter_bytes(self) -> tuple[int, ...]:
         """By stage."""
-        layers = self.problem.whole_model(self.config).parameter_bytes
-        return tuple(sum(layers[start:end]) for start, end in pairwise(self.placement.ends))
+        whole = self.problem.whole_model(self.config)
+        of_stages = []
+        for start, end in pairwise(self.placement.ends):
+            of_layers = whole.parameter_bytes[start:end]
+            of_stages.append(sum(of_layers))
+        return tuple(of_stages)
 
     @cached_property
     def replicas(self) -> Replicas | None:
@@ -169,6 +173,7 @@ class Trial:
             return None
         has_server = self.config.data_parallel.active_kind.has_server
         shape = self.placement.shape
+        # A simulation takes as long as it has messages, and a plan simulates a dozen placements.
         of_a_part = shape.stages * num_messages(shape.replicas, 1, has_server=has_server)
         most_parts = max(1, _MOST_MESSAGES // of_a_part)
         chunk_bytes = max(
@@ -235,9 +240,12 @@ class Trial:
     @cached_property
     def _slowest(self) -> tuple[Cost, Network, tuple[Host, ...]]:
         """The replica that takes longest, by the estimate, its own network, and its hosts."""
-        replica = int(np.argmax(self.estimate.replica_s[0]))
+        replica_s = self.estimate.replica_s[0]
+        replica = int(np.argmax(replica_s))
         machines = self.machines[replica]
-        return self.costs[replica], self._network(machines), self._hosts(machines)
+        network = self._network(machines)
+        hosts = self._hosts(machines)
+        return self.costs[replica], network, hosts
 
     def _alone(self, schedule: Schedule) -> Scenario:
         """Of the slowest replica, without the others."""
@@ -289,7 +297,9 @@ class Trial:
         if not self.fits(schedule):
             return known
         step_us = period(self._alone(schedule), known.step_us) + self._agreeing_us
-        return min(known, Evaluated(self, schedule, step_us), key=lambda each: each.step_us)
+        if step_us < known.step_us:
+            return Evaluated(self, schedule, step_us)
+        return known
 
     def forecast(self, schedule: Schedule) -> Forecast:
         """As `plan.forecast` has it, on these machines."""

@@ -84,9 +84,12 @@ def _bounds(found: Estimate) -> list[list[str]]:
         "memory": found.waits_s,
         "delay": found.passes_s,
     }
-    longest = np.argmax([bound[0] for bound in bounds.values()], axis=0)
-    names: list[list[str]] = np.array([*bounds])[longest].tolist()
-    return names
+    of_plan = [bound[0] for bound in bounds.values()]
+    # Of bounds that are as long the first is named: compute before a link.
+    longest = np.argmax(of_plan, axis=0)
+    names = np.array(list(bounds))
+    by_seat: list[list[str]] = names[longest].tolist()
+    return by_seat
 
 
 def _memory(decided: Decided, name: str, stage: int) -> float:
@@ -162,8 +165,10 @@ def _one_more(decided: Decided) -> Iterator[WhatIf]:
     shape = decided.best.placement.shape
     times = problem.times(shape)
     units = problem.units(shape.tensor_parallel)
-    takes_s = (times.forward + times.backward)[units.kind, -1]
-    model = problem.cluster.machines[units.machine[int(np.argmin(takes_s))]]
+    layers_s = times.forward + times.backward
+    whole_s = layers_s[units.kind, -1]
+    fastest = units.machine[np.argmin(whole_s)]
+    model = problem.cluster.machines[fastest]
     # What is remembered of the cluster as it was has arrays that are too short.
     cluster = _with_one_more(problem.cluster, model)
     larger = replace(problem, cluster=cluster, _known={})
