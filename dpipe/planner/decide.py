@@ -77,8 +77,9 @@ def plan_of(problem: PlanProblem, found: Evaluated) -> Plan:
         tuple(names[start : start + shape.stages]) for start in range(0, len(names), shape.stages)
     ]
     step_s = found.step_us / 1e6
-    prices = problem.units(shape.tensor_parallel).price
-    price = price_of(problem, placement, step_s) if prices.any() else None
+    price = None
+    if all(machine.price_per_hour is not None for machine in problem.cluster.machines):
+        price = price_of(problem, placement, step_s)
     return Plan(
         model=problem.config.layers_digest(),
         machines=problem.cluster.name,

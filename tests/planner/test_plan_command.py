@@ -112,6 +112,46 @@ def test_budget_that_buys_nothing_is_refused(folder: Path) -> None:
     assert "cost 0.5 an hour, and --max-price is 0.1" in done.output
 
 
+@pytest.mark.parametrize("asked", [("--max-price", "1"), ("--objective", "price")])
+def test_price_that_is_not_known_is_not_taken_for_nothing(
+    folder: Path, asked: tuple[str, str]
+) -> None:
+    path = folder / "machines.toml"
+    path.write_text(path.read_text().replace("price_per_hour = 0.5\n", "", 2))
+
+    done = plan(*asked)
+
+    assert done.exit_code == 2
+    assert "does not say what these machines cost: m0, m1; give" in done.output
+    assert "million tokens" not in plan().output
+
+
+def test_limit_of_a_rank_is_kept_to(folder: Path) -> None:
+    """What a run would refuse is no plan."""
+    done = plan("-o", "pipeline.memory_gb=0.000001")
+
+    assert done.exit_code == 2
+    assert "pipeline.memory_gb lets a rank hold 1e-06 GB; raise it" in done.output
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ("data_parallel.kind=all-reduce", "data_parallel.wire=bf16", "pipeline.stages=4"),
+        ("pipeline.split=estimated", "transport.connections=auto"),
+        ("transport.connections=3",),
+    ],
+)
+def test_job_that_was_planned_takes_its_plan(folder: Path, stated: tuple[str, ...]) -> None:
+    """Also where the plan has one replica, or decides what the job states as open."""
+    more = [word for each in stated for word in ("-o", each)]
+    assert plan("--write", "plan.toml", *more).exit_code == 0
+
+    done = run("simulate", "job.toml", "--plan", "plan.toml", "--machines", "machines.toml", *more)
+
+    assert done.exit_code == 0, done.output
+
+
 def test_machines_too_small_for_any_stage_are_refused(folder: Path) -> None:
     small = machines(4, memory_gb=1e-5)
     (folder / "machines.toml").write_text(dump_machines(small))
