@@ -34,6 +34,9 @@ def plan_text(
     trust_code: bool = False,
 ) -> str:
     """Plan the job in `path` on the machines in `machines`; `write` is where the plan is kept."""
+    read = [Path(path).resolve(), Path(machines).resolve()]
+    if write is not None and Path(write).resolve() in read:
+        raise ConfigError(f"--write {write} would replace what the plan is made from: take another")
     config = load(path, overrides, trust_code=trust_code)
     cluster = load_machines(machines)
     refuse_times_of_other_model(config, cluster)

@@ -124,6 +124,7 @@ def test_price_that_is_not_known_is_not_taken_for_nothing(
     assert done.exit_code == 2
     assert "does not say what these machines cost: m0, m1; give" in done.output
     assert "million tokens" not in plan().output
+    assert json.loads(plan("--json").output)["price_per_hour"] is None
 
 
 def test_limit_of_a_rank_is_kept_to(folder: Path) -> None:
@@ -245,6 +246,21 @@ def test_format_that_is_unknown_is_refused(folder: Path) -> None:
 
     assert done.exit_code == 2
     assert "int9" in done.output
+
+
+@pytest.mark.parametrize("path", ["job.toml", "./machines.toml"])
+def test_plan_does_not_replace_what_it_is_made_from(folder: Path, path: str) -> None:
+    before = (folder / path).read_text()
+
+    done = plan("--write", path)
+
+    assert done.exit_code == 2
+    assert "would replace what the plan is made from" in done.output
+    assert (folder / path).read_text() == before
+
+
+def test_seed_below_zero_is_refused(folder: Path) -> None:
+    assert "--seed" in plan("--seed", "-1").output
 
 
 def test_plan_that_cannot_be_written_is_refused(folder: Path) -> None:
