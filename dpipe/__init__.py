@@ -10,6 +10,8 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     training      engine         the loop: executor, recorder, update, trainer
                   measure        what machines and links are, before a run
                   report         metrics, what a person sees, the trace of a run
+                  planner        unequal machines: what is best there, and why
+                  placement      which of them holds which layers
                   plan           before a run: what it takes, where to cut the model
                   memory         what each rank will hold
                   data           texts, tokens, batches

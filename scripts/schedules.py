@@ -1,33 +1,40 @@
 #!/usr/bin/env python3
-"""How good the schedules of "auto" are: GPT-3 XL in 12 stages on every network profile, simulated.
+"""How good the schedules of "auto" are: stages of GPT-3 XL on the network profiles, simulated.
 
 \b
     scripts/schedules.py bound
-        beside the lower bound and the best published schedule; takes a quarter of an hour
+        12 stages beside the lower bound and the best published schedule; takes ten minutes
+    scripts/schedules.py few
+        few micro-batches, beside what "auto" took when it held no more than the first rank had in
+        flight
     scripts/schedules.py memory
         beside 1F1B, where both may hold as many activations as 1F1B does
+    scripts/schedules.py optimum
+        the same for small pipelines, beside the exact optimum
 
 Each writes scripts/results/sim/schedules_NAME.jsonl, and prints it as a table. With --print it only
 prints what is there.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from optimum import optimum_us
 
-from dpipe.network.link import Network
+from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.auto import pipeline_on, search
 from dpipe.search.bound import lower_bound_us
+from dpipe.search.candidates import published
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.scenario import Scenario
-from dpipe.timeline.simulate import period
+from dpipe.timeline.simulate import period, simulate_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT / "netem" / "profiles"
@@ -36,6 +43,21 @@ NUM_STAGES = 12
 FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGES_MIB = (16, 8)  # a micro-batch's activation in fp32 and in bf16
 MICROBATCHES = (8, 12, 16, 32, 64)
+SMALL = ((3, 4), (3, 5), (4, 4))  # stages, micro-batches
+AT_ONCE = Network(default=Link(0, 1))  # a vote takes no time: the step time is that of a step alone
+
+# Seconds that "auto" took on 2026-11-21, with at most as many micro-batches in flight as there are:
+# by profile and number of micro-batches, with messages of 16 and of 8 MiB.
+BEFORE_S = {
+    ("10ms-1gbps", 12): (8.50, 6.26),
+    ("10ms-1gbps", 16): (9.58, 6.48),
+    ("50ms-1gbps", 12): (9.38, 7.14),
+    ("50ms-1gbps", 16): (10.46, 7.94),
+    ("regional", 12): (6.99, 5.35),
+    ("regional", 16): (7.21, 5.62),
+    ("worldwide", 12): (11.92, 7.77),
+    ("worldwide", 16): (12.29, 8.80),
+}
 
 Row = dict[str, Any]
 
@@ -45,15 +67,22 @@ def networks() -> Iterator[tuple[str, Network]]:
         yield path.stem, load_network(path)
 
 
-def cost_of(message_mib: int) -> Cost:
-    return Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message_bytes=message_mib << 20)
+def cost_of(num_stages: int, message_mib: int) -> Cost:
+    message_bytes = message_mib << 20
+    return Cost.uniform(num_stages, FORWARD_US, BACKWARD_US, message_bytes=message_bytes)
 
 
-def published(num_microbatches: int) -> Iterator[Schedule]:
-    yield generate("gpipe", NUM_STAGES, num_microbatches)
-    yield generate("1f1b", NUM_STAGES, num_microbatches)
-    yield generate("zero-bubble", NUM_STAGES, num_microbatches, memory_limit=NUM_STAGES)  # ZB-H1
-    yield generate("zero-bubble", NUM_STAGES, num_microbatches, in_flight=2 * NUM_STAGES - 1)
+def _period_us(
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    ballots: Network | None = None,
+) -> float:
+    return period(Scenario(schedule, cost, network, ballots=ballots))
+
+
+def seconds(time_us: float) -> float:
+    return round(time_us / 1e6, 4)
 
 
 def bound_rows() -> Iterator[Row]:
@@ -61,84 +90,187 @@ def bound_rows() -> Iterator[Row]:
         for mib in MESSAGES_MIB:
             for ballots in (network, None):
                 for count in MICROBATCHES:
-                    yield _beside_bound(name, network, mib, ballots, count)
+                    times = _beside_bound(network, mib, ballots, count)
+                    yield {
+                        "network": name,
+                        "message_mib": mib,
+                        "votes": ballots is not None,
+                        "micro_batches": count,
+                        **times,
+                    }
 
 
-def _beside_bound(
-    name: str, network: Network, mib: int, ballots: Network | None, count: int
-) -> Row:
-    cost = cost_of(mib)
-    began_s = time.process_time()
+def _beside_bound(network: Network, mib: int, ballots: Network | None, count: int) -> Row:
+    cost = cost_of(NUM_STAGES, mib)
+    step_us = partial(_period_us, cost=cost, network=network, ballots=ballots)
     schedule = search(NUM_STAGES, count, cost, network, ballots=ballots)
-    searched_s = time.process_time() - began_s
     pipeline = pipeline_on(network, cost, count, NUM_STAGES, ballots=ballots)
-    best_us = min(
-        period(Scenario(plan, cost, network, ballots=ballots)) for plan in published(count)
-    )
     return {
-        "network": name,
-        "message_mib": mib,
-        "votes": ballots is not None,
-        "micro_batches": count,
-        "auto_s": round(period(Scenario(schedule, cost, network, ballots=ballots)) / 1e6, 4),
-        "bound_s": round(lower_bound_us(pipeline) / 1e6, 4),
-        "published_s": round(best_us / 1e6, 4),
-        "searched_s": round(searched_s, 1),
+        "auto_s": seconds(step_us(schedule)),
+        "bound_s": seconds(lower_bound_us(pipeline)),
+        "published_s": seconds(min(map(step_us, published(NUM_STAGES, count, 1)))),
     }
+
+
+def few_rows() -> Iterator[Row]:
+    for (name, count), before in BEFORE_S.items():
+        network = load_network(PROFILES / f"{name}.toml").over_enough()
+        for mib, before_s in zip(MESSAGES_MIB, before, strict=True):
+            cost = cost_of(NUM_STAGES, mib)
+            schedule = search(NUM_STAGES, count, cost, network)
+            yield {
+                "network": name,
+                "micro_batches": count,
+                "message_mib": mib,
+                "before_s": before_s,
+                "auto_s": seconds(_period_us(schedule, cost, network)),
+            }
 
 
 def memory_rows() -> Iterator[Row]:
     for name, network in networks():
         for mib in MESSAGES_MIB:
             for count in (16, 64):
-                cost = cost_of(mib)
-                plan = generate("1f1b", NUM_STAGES, count)
-                schedule = search(
-                    NUM_STAGES, count, cost, network, memory_limit=NUM_STAGES, ballots=network
-                )
-                whole, auto = (
-                    round(period(Scenario(each, cost, network, ballots=network)) / 1e6, 4)
-                    for each in (plan, schedule)
-                )
+                cost = cost_of(NUM_STAGES, mib)
+                step_us = partial(_period_us, cost=cost, network=network, ballots=network)
                 yield {
                     "network": name,
                     "message_mib": mib,
                     "micro_batches": count,
-                    "one_f_one_b_s": whole,
-                    "auto_s": auto,
+                    **_at_equal_memory(NUM_STAGES, count, cost, network, step_us),
                 }
 
 
+def _at_equal_memory(
+    num_stages: int,
+    count: int,
+    cost: Cost,
+    network: Network,
+    step_us: Callable[[Schedule], float],
+    ballots: Network | None = None,
+) -> Row:
+    schedule = search(
+        num_stages,
+        count,
+        cost,
+        network,
+        memory_limit=num_stages,
+        ballots=ballots or network,
+    )
+    return {
+        "one_f_one_b_s": seconds(step_us(generate("1f1b", num_stages, count))),
+        "auto_s": seconds(step_us(schedule)),
+    }
+
+
+def optimum_rows() -> Iterator[Row]:
+    for name, network in networks():
+        if network.links:
+            continue  # there the mixed-integer program knows no more than a bound
+        network = network.over_enough()
+        for mib in MESSAGES_MIB:
+            for num_stages, count in SMALL:
+                yield {
+                    "network": name,
+                    "message_mib": mib,
+                    "stages": num_stages,
+                    "micro_batches": count,
+                    **_beside_optimum(network, mib, num_stages, count),
+                }
+
+
+def _beside_optimum(network: Network, mib: int, num_stages: int, count: int) -> Row:
+    cost = cost_of(num_stages, mib)
+
+    def step_us(schedule: Schedule) -> float:
+        return simulate_alone(Scenario(schedule, cost, network)).duration_us
+
+    row = _at_equal_memory(num_stages, count, cost, network, step_us, AT_ONCE)
+    pipeline = pipeline_on(network, cost, count, num_stages, ballots=AT_ONCE)
+    # The optimum is no more than 1F1B takes; a bound as narrow as that makes it quick to find.
+    longest_us = 1.01 * step_us(generate("1f1b", num_stages, count))
+    row["optimum_s"] = seconds(optimum_us(pipeline, num_stages, longest_us))
+    return row
+
+
 def bound_table(rows: list[Row]) -> Iterator[str]:
-    heads = " | ".join(f"M = {count}" for count in MICROBATCHES)
-    yield f"| network, message | steps | {heads} |"
-    yield "| --- " * (2 + len(MICROBATCHES)) + "|"
-    for begin in range(0, len(rows), len(MICROBATCHES)):
-        group = rows[begin : begin + len(MICROBATCHES)]
+    counts = [*dict.fromkeys(row["micro_batches"] for row in rows)]
+    heads = [f"M = {count}" for count in counts]
+    yield from _head("network, message", "steps", *heads)
+    for begin in range(0, len(rows), len(counts)):
+        group = rows[begin : begin + len(counts)]
         first = group[0]
-        cells = " | ".join(
-            f"{row['auto_s']:.2f} (+{100 * row['auto_s'] / row['bound_s'] - 100:.1f} %)"
-            for row in group
-        )
         steps = "vote" if first["votes"] else "overlap"
-        yield f"| {first['network']}, {first['message_mib']} MiB | {steps} | {cells} |"
+        cells = [f"{row['auto_s']:.2f} ({above(row):+.1f} %)" for row in group]
+        yield _line(f"{first['network']}, {first['message_mib']} MiB", steps, *cells)
+
+
+def above(row: Row) -> float:
+    """The bound, in percent of it; an order that reaches it may be rounded to less."""
+    percent = 100 * row["auto_s"] / row["bound_s"] - 100
+    return max(0.0, float(percent))
+
+
+def few_table(rows: list[Row]) -> Iterator[str]:
+    yield from _head("network, message", "M", "before", "auto", "less")
+    for row in rows:
+        less = _less(row["auto_s"], row["before_s"])
+        times = f"{row['before_s']:.2f}", f"{row['auto_s']:.2f}"
+        yield _line(_network(row), row["micro_batches"], *times, less)
 
 
 def memory_table(rows: list[Row]) -> Iterator[str]:
-    yield "| network, message | M | 1F1B | auto | less |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield from _head("network, message", "M", "1F1B", "auto", "less")
     for row in rows:
-        less = 100 - 100 * row["auto_s"] / row["one_f_one_b_s"]
-        yield (
-            f"| {row['network']}, {row['message_mib']} MiB | {row['micro_batches']} "
-            f"| {row['one_f_one_b_s']:.2f} | {row['auto_s']:.2f} | {less:.1f} % |"
-        )
+        less = _less(row["auto_s"], row["one_f_one_b_s"])
+        times = f"{row['one_f_one_b_s']:.2f}", f"{row['auto_s']:.2f}"
+        yield _line(_network(row), row["micro_batches"], *times, less)
 
 
-TABLES: dict[str, tuple[Callable[[], Iterator[Row]], Callable[[list[Row]], Iterator[str]]]] = {
+def optimum_table(rows: list[Row]) -> Iterator[str]:
+    yield from _head("network, message", "stages x M", "1F1B", "auto", "optimum", "above it")
+    for row in rows:
+        keys = "one_f_one_b_s", "auto_s", "optimum_s"
+        times = [f"{row[key]:.3f}" for key in keys]
+        more = 100 * row["auto_s"] / row["optimum_s"] - 100
+        size = f"{row['stages']} x {row['micro_batches']}"
+        yield _line(_network(row), size, *times, f"{max(0.0, more):.1f} %")
+
+
+def _network(row: Row) -> str:
+    return f"{row['network']}, {row['message_mib']} MiB"
+
+
+def _less(now_s: float, before_s: float) -> str:
+    return f"{100 - 100 * now_s / before_s:.1f} %"
+
+
+def _head(*heads: str) -> Iterator[str]:
+    yield _line(*heads)
+    yield "| --- " * len(heads) + "|"
+
+
+def _line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+Rows = Callable[[], Iterable[Row]]
+Table = Callable[[list[Row]], Iterable[str]]
+TABLES: dict[str, tuple[Rows, Table]] = {
     "bound": (bound_rows, bound_table),
+    "few": (few_rows, few_table),
     "memory": (memory_rows, memory_table),
+    "optimum": (optimum_rows, optimum_table),
 }
+
+
+def path_of(name: str) -> Path:
+    return RESULTS / f"schedules_{name}.jsonl"
+
+
+def kept(name: str) -> list[Row]:
+    lines = path_of(name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @click.command(help=__doc__)
@@ -146,11 +278,10 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], Callable[[list[Row]], Itera
 @click.option("--print", "only_print", is_flag=True, help="Print the results that are there.")
 def main(name: str, only_print: bool) -> None:
     make, table = TABLES[name]
-    path = RESULTS / f"schedules_{name}.jsonl"
     if not only_print:
-        path.write_text("".join(json.dumps(row) + "\n" for row in make()))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    click.echo("\n".join(table(rows)))
+        lines = [json.dumps(row) + "\n" for row in make()]
+        path_of(name).write_text("".join(lines), encoding="utf-8")
+    click.echo("\n".join(table(kept(name))))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ Check = Callable[[Config], None]
 
 def refuse(engine: str, reasons: dict[str, bool]) -> None:
     """Raises `ConfigError` with every reason that holds."""
-    if held := [reason for reason, holds in reasons.items() if holds]:
+    held = [reason for reason, holds in reasons.items() if holds]
+    if held:
         raise ConfigError(f"{engine} is run as it is: {'; '.join(held)}")
 
 
@@ -67,8 +68,10 @@ def train_rank(
     for number in range(config.train.steps):
         began = time.perf_counter()
         loss = step(number)
-        row = {"step": number, "loss": loss, "step_s": time.perf_counter() - began}
-        row |= _of_gpus(config, streams, row["step_s"])
+        # Before the gather of what GPUs hold, which is no part of a step.
+        step_s = time.perf_counter() - began
+        row = {"step": number, "loss": loss, "step_s": step_s}
+        row |= _of_gpus(config, streams, step_s)
         if metrics is not None:
             metrics.write(row)
     dist.barrier()
@@ -89,10 +92,16 @@ def check_world_size(config: Config, process: ProcessInfo) -> None:
 
 
 def _open(config: Config, process: ProcessInfo, device: torch.device) -> None:
-    timeout = timedelta(seconds=max(config.timeouts.join, config.timeouts.transfer))
+    longest_s = max(config.timeouts.join, config.timeouts.transfer)
+    timeout = timedelta(seconds=longest_s)
     first = process.rank == 0
+    world_size = process.world_size
     store = TCPStore(
-        process.coordinator_host, process.port, process.world_size, is_master=first, timeout=timeout
+        process.coordinator_host,
+        process.port,
+        world_size,
+        is_master=first,
+        timeout=timeout,
     )
     if device.type == "cuda":
         # NCCL takes the current device for its communicator's, whatever tensors come later.
@@ -102,7 +111,7 @@ def _open(config: Config, process: ProcessInfo, device: torch.device) -> None:
         backend,
         store=store,
         rank=process.rank,
-        world_size=process.world_size,
+        world_size=world_size,
         timeout=timeout,
     )
 
@@ -115,23 +124,28 @@ def _of_gpus(
     """As our own rows have it: peak memory and use by rank, and MFU where the device's peak is
     known. All ranks meet here.
     """
-    if (peak := streams.peak_bytes()) is None:
+    peak = streams.peak_bytes()
+    if peak is None:
         return {}
-    use = streams.use_percent()
     # NaN where a driver does not say: every rank must bring two numbers to the gather.
-    own = torch.tensor([peak / 1e6, math.nan if use is None else use], device=streams.device)
-    every = torch.empty(dist.get_world_size(), 2, device=streams.device)
+    percent = streams.use_percent()
+    use = math.nan if percent is None else percent
+    device = streams.device
+    own = torch.tensor([peak / 1e6, use], device=device)
+    num_ranks = dist.get_world_size()
+    every = torch.empty(num_ranks, 2, device=device)
     dist.all_gather_into_tensor(every, own)
     memory_mb: dict[str, float] = {}
     uses: dict[str, int] = {}
-    for rank, (mb, percent) in enumerate(every.tolist()):
+    for rank, numbers in enumerate(every.tolist()):
+        mb, percent = numbers
         memory_mb[str(rank)] = mb
         if not math.isnan(percent):
             uses[str(rank)] = int(percent)
     row: dict[str, Any] = {"gpu_memory_mb": memory_mb}
     if uses:
         row["gpu_use_percent"] = uses
-    mfu = utilisation(config, streams.device, seconds)
+    mfu = utilisation(config, device, seconds)
     if mfu is not None:
         row["mfu"] = mfu
     return row
@@ -146,7 +160,8 @@ def command(about: str, check: Check, make: Make) -> click.Command:
     def main(config: str, overrides: tuple[str, ...]) -> None:
         try:
             process = process_info(environment())
-            train_rank(load(config, overrides), process, check, make)
+            loaded = load(config, overrides)
+            train_rank(loaded, process, check, make)
         except DpipeError as error:
             click.echo(f"dpipe: {error}", err=True)
             sys.exit(error.exit_code)

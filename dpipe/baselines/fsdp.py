@@ -79,20 +79,31 @@ def make_step(config: Config, rank: int) -> Step:
     assert run_plan.model is not None and run_plan.corpus is not None
     mesh = _mesh(here, device)
     order = run_plan.forecast.schedule
-    own = [stage for stage in range(order.num_stages) if order.rank_of_stage[stage] == here.pp_rank]
-    modules = {stage: _module(run_plan, stage, mesh["dp"]) for stage in own}
+    replicas = mesh["dp"]
+    own = order.stages_of(here.pp_rank)
+    modules = {stage: _module(run_plan, stage, replicas) for stage in own}
     stages = _stages(modules, order, device, mesh)
     plan = torch_schedule(order, stages, run_plan.model.loss)
-    parameters = nn.ModuleList(modules.values()).parameters()
-    update = _ShardedUpdate(config.train, list(parameters))
+    whole = nn.ModuleList(modules.values())
+    parameters = list(whole.parameters())
+    update = _ShardedUpdate(config.train, parameters)
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
     first = 0 in own
-    last = order.num_stages - 1 in own
+    last_stage = order.num_stages - 1
+    last = last_stage in own
 
     def step(number: int) -> float:
         losses = list[torch.Tensor]()
-        inputs, targets = _whole_batch(feed.training(number), first, last, device)
-        plan.step(*inputs, target=targets, losses=losses if last else None)
+        batch = feed.training(number)
+        inputs = []
+        if first:
+            inputs.append(_whole_inputs(batch, device))
+        # torch takes targets on the last stage alone.
+        if last:
+            targets = _whole_targets(batch, device)
+            plan.step(*inputs, target=targets, losses=losses)
+        else:
+            plan.step(*inputs)
         update.step(number)
         return mean_loss(losses, here.dp_size, device)
 
@@ -111,25 +122,26 @@ def _stages(
     device: torch.device,
     mesh: DeviceMesh,
 ) -> list[PipelineStage]:
-    group = mesh["pp"].get_group()
-    return [
-        PipelineStage(module, stage, order.num_stages, device, group=group)
-        for stage, module in modules.items()
-    ]
+    pipeline = mesh["pp"]
+    group = pipeline.get_group()
+    stages = []
+    for stage, module in modules.items():
+        each = PipelineStage(module, stage, order.num_stages, device, group=group)
+        stages.append(each)
+    return stages
 
 
-def _whole_batch(
-    batch: Batch, first: bool, last: bool, device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Inputs on the first stage's rank and targets on the last's, micro-batches put together."""
-    inputs: tuple[torch.Tensor, ...] = ()
-    targets = None
-    if first:
-        tokens = [x for (x,) in batch.inputs]
-        inputs = (upload(torch.cat(tokens), device),)
-    if last:
-        targets = upload(torch.cat(list(batch.targets)), device)
-    return inputs, targets
+def _whole_inputs(batch: Batch, device: torch.device) -> torch.Tensor:
+    """On the first stage's rank, micro-batches put together."""
+    tokens = [x for (x,) in batch.inputs]
+    inputs = torch.cat(tokens)
+    return upload(inputs, device)
+
+
+def _whole_targets(batch: Batch, device: torch.device) -> torch.Tensor:
+    """On the last stage's rank, micro-batches put together."""
+    targets = torch.cat(list(batch.targets))
+    return upload(targets, device)
 
 
 class Layer(nn.Module):
@@ -166,12 +178,12 @@ def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequentia
     assert model is not None
     half = config.train.precision == "bf16"
     recompute = config.pipeline.recompute
-    layers = [
-        materialise(model, index, config.train.seed, config.node.device)
-        for index in run_plan.layers_of(stage)
-    ]
-    wrapped = [Layer(layer, half=half, recompute=recompute) for layer in layers]
-    module = nn.Sequential(*wrapped)
+    seed = config.train.seed
+    module = nn.Sequential()
+    for index in run_plan.layers_of(stage):
+        layer = materialise(model, index, seed, config.node.device)
+        wrapped = Layer(layer, half=half, recompute=recompute)
+        module.append(wrapped)
     if replicas.size() > 1:
         # Gathered once a step and kept for it: else each micro-batch would gather all parameters
         # again, twice.
@@ -188,13 +200,12 @@ class _ShardedUpdate:
     def __init__(self, train: TrainConfig, parameters: list[nn.Parameter]) -> None:
         self._train = train
         self._parameters = parameters
+        # Of a sharded parameter, `ndim` is the whole one's.
+        matrices = [p for p in parameters if p.ndim >= 2]
+        others = [p for p in parameters if p.ndim < 2]
         groups = [
-            {
-                # Of a sharded parameter, `ndim` is the whole one's.
-                "params": [p for p in parameters if (p.ndim >= 2) is decays],
-                "weight_decay": train.weight_decay * decays,
-            }
-            for decays in (True, False)
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
         fused = parameters[0].is_cuda or None  # as `dataparallel/optimizer.py` has it
         self._adamw = torch.optim.AdamW(
@@ -214,18 +225,28 @@ class _ShardedUpdate:
         """By the norm over all stages. Every element of a gradient is on one rank alone, so squares
         just add up.
         """
-        grads = [_here(p.grad) for p in self._parameters if p.grad is not None]
-        squares = [grad.float().square().sum() for grad in grads]
-        square = torch.stack(squares).sum()
-        dist.all_reduce(square)
-        norm = math.sqrt(float(square))
-        scale = min(1.0, self._train.clip_norm / (norm + 1e-6))  # 1e-6: as torch's own clipping
+        grads = []
+        squares = []
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                continue
+            grad = _here(parameter.grad)
+            grads.append(grad)
+            square = grad.float().square()
+            squares.append(square.sum())
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        norm = math.sqrt(float(total))
+        shrunk = self._train.clip_norm / (norm + 1e-6)  # 1e-6: as torch's own clipping
+        scale = min(1.0, shrunk)
         for grad in grads:
             grad.mul_(scale)
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def mean_loss(

@@ -205,11 +205,14 @@ def _chunk(
     its replicas.
     """
     config = run_plan.config
-    model = _bare_model(config, settings, here, index).to(device)
+    bare = _bare_model(config, settings, here, index)
+    model = bare.to(device)
     assert run_plan.model is not None
     names = BERT if config.model.layers == "bert" else GPT
-    for layer, theirs in parameters_by_layer(model, names, config.model.num_layers):
-        ours = materialise(run_plan.model, layer, config.train.seed, "cpu")
+    seed = config.train.seed
+    by_layer = parameters_by_layer(model, names, config.model.num_layers)
+    for layer, theirs in by_layer:
+        ours = materialise(run_plan.model, layer, seed, "cpu")
         load(
             theirs,
             ours,
@@ -280,7 +283,8 @@ def _update(optimizer: Any, train: TrainConfig, number: int) -> None:
     do.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(train, number) * group["lr_mult"]
+        rate = learning_rate(train, number)
+        group["lr"] = rate * group["lr_mult"]
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
     optimizer.step()
 
@@ -301,8 +305,11 @@ def _forward_gpt(feed: Feed, model: Any) -> tuple[torch.Tensor, Callable[[torch.
     the last one's.
     """
     (tokens,), targets = next(feed)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    output = model(tokens, positions.expand_as(tokens), None, labels=targets)
+    context = tokens.shape[1]
+    row = torch.arange(context, device=tokens.device)
+    # The same for all sequences; expanded, it takes the memory of one.
+    positions = row.expand_as(tokens)
+    output = model(tokens, positions, None, labels=targets)
     return output, _mean_of_words
 
 
@@ -323,8 +330,10 @@ def _forward_bert(
     asked = targets != IGNORED
     asked[:, 0] = False  # there the target is the pair's
     words = targets.where(asked, 0)
+    pairs = targets[:, 0]
     output = model(tokens, within, tokentype_ids=types, lm_labels=words)
-    return output, partial(_masked_words_and_pairs, asked, targets[:, 0])
+    loss = partial(_masked_words_and_pairs, asked, pairs)
+    return output, loss
 
 
 def _masked_words_and_pairs(

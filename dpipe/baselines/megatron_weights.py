@@ -37,11 +37,25 @@ def _both(
     *,
     by_head: bool = False,
 ) -> dict[str, Source]:
-    return {kind: Source(f"{name}.{kind}", dim, by_head) for kind in ("weight", "bias")}
+    weight = Source(f"{name}.weight", dim, by_head)
+    bias = Source(f"{name}.bias", dim, by_head)
+    return {"weight": weight, "bias": bias}
 
 
 def _named(theirs: str, sources: Sources) -> dict[str, Source]:
-    return {f"{theirs}.{kind}": source for kind, source in sources.items()}
+    named = {}
+    for kind, source in sources.items():
+        named[f"{theirs}.{kind}"] = source
+    return named
+
+
+def _wrapped(sources: Sources) -> dict[str, Source]:
+    """Our BERT's block wraps the GPT's."""
+    wrapped = {}
+    for name, source in sources.items():
+        inner = f"block.{source.name}"
+        wrapped[name] = replace(source, name=inner)
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -82,8 +96,7 @@ GPT = Names(
 BERT = Names(
     "encoder",
     {**_EMBEDDING, "embedding.tokentype_embeddings.weight": Source("types.weight")},
-    # Our BERT's block wraps the GPT's.
-    {name: replace(source, name=f"block.{source.name}") for name, source in _BLOCK.items()},
+    _wrapped(_BLOCK),
     {
         **_named("encoder.final_layernorm", _both("norm")),
         **_named("lm_head.dense", _both("transform")),
@@ -106,18 +119,34 @@ def parameters_by_layer(
     Raises `KeyError` for a parameter that is not known here.
     """
     blocks = getattr(model, names.blocks).layers
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    ends = {name: p for name, p in model.named_parameters() if id(p) not in inside}
-    for index, sources in ((0, names.embedding), (num_layers + 1, names.head)):
+    ends = dict(_outside(model, blocks))
+    head = num_layers + 1
+    for index, sources in ((0, names.embedding), (head, names.head)):
         # A chunk in the middle has neither end; tied embeddings leave a head without its own.
-        mine = {name: (ends.pop(name), sources[name]) for name in sources if name in ends}
+        mine = {}
+        for name, source in sources.items():
+            if name in ends:
+                mine[name] = (ends.pop(name), source)
         if mine:
             yield index, mine
     if ends:
         raise KeyError(f"Megatron's {', '.join(ends)} have no counterpart in dpipe's model")
     for block in blocks:
-        inner = block.named_parameters()
-        yield block.layer_number, {name: (p, names.block[name]) for name, p in inner}
+        theirs = {}
+        for name, parameter in block.named_parameters():
+            theirs[name] = (parameter, names.block[name])
+        yield block.layer_number, theirs
+
+
+def _outside(model: Any, blocks: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of the model that are in none of its blocks."""
+    inside = set()
+    for block in blocks:
+        # By identity: a parameter's name within a block is not its name within the model.
+        inside |= set(map(id, block.parameters()))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            yield name, parameter
 
 
 @torch.no_grad()
@@ -134,7 +163,8 @@ def load(
     ours = dict(layer.named_parameters())
     for parameter, source in theirs.values():
         whole = ours[source.name]
-        parameter.copy_(part(whole, source, num_heads, rank, size))
+        own = part(whole, source, num_heads, rank, size)
+        parameter.copy_(own)
 
 
 def part(
@@ -147,7 +177,9 @@ def part(
     """What of a parameter of ours is on tensor parallel rank `rank` of `size`."""
     if source.by_head:
         q_k_v = whole.unflatten(0, (3, num_heads, -1))
-        whole = q_k_v.transpose(0, 1).flatten(0, 2)
+        by_head = q_k_v.transpose(0, 1)
+        whole = by_head.flatten(0, 2)
     if source.dim is None:
         return whole
-    return whole.chunk(size, source.dim)[rank]
+    parts = whole.chunk(size, source.dim)
+    return parts[rank]

@@ -39,8 +39,11 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         wait(ctx.stage.input_s)
-        grad = ctx.stage.input.detach() if ctx.needs_input_grad[0] else None
-        return grad, torch.zeros(()), None
+        grad = None
+        if ctx.needs_input_grad[0]:
+            grad = ctx.stage.input.detach()
+        of_weight = torch.zeros(())
+        return grad, of_weight, None
 
 
 class ReplayModule(nn.Module):
@@ -51,12 +54,17 @@ class ReplayModule(nn.Module):
         replay = config.replay
         stages = config.pipeline.stages
         message = torch.zeros(1, replay.message_bytes // 4)
-        self.forward_s = per_stage(replay.forward_ms, stages)[index] / 1e3
-        backward_s = per_stage(replay.backward_ms, stages)[index] / 1e3
+        # Stands where no message is: before the first stage and behind the last one.
+        nothing = torch.zeros(1, 1)
+        forward_ms = per_stage(replay.forward_ms, stages)
+        backward_ms = per_stage(replay.backward_ms, stages)
+        self.forward_s = forward_ms[index] / 1e3
+        backward_s = backward_ms[index] / 1e3
         self.input_s = backward_s * replay.input_share
         self._weight_s = backward_s * (1 - replay.input_share)
-        self.input = torch.zeros(1, 1) if index == 0 else message
-        self.output = torch.zeros(1, 1) if index == stages - 1 else message
+        last = stages - 1
+        self.input = nothing if index == 0 else message
+        self.output = nothing if index == last else message
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,15 +95,19 @@ def make_step(config: Config, rank: int) -> Step:
     last = config.pipeline.stages - 1
     order = forecast(config).schedule
     modules = {}
-    for index in range(order.num_stages):
-        if order.rank_of_stage[index] == rank:
-            modules[index] = ReplayModule(config, index)
     stages = []
-    for index, module in modules.items():
-        stages.append(_stage(module, index, order.num_stages))
+    for index in order.stages_of(rank):
+        module = ReplayModule(config, index)
+        modules[index] = module
+        stage = _stage(module, index, order.num_stages)
+        stages.append(stage)
     plan = torch_schedule(order, stages, lambda output, target: output.sum())
-    inputs = (torch.zeros(microbatches, 1),) if 0 in modules else ()
-    target = torch.zeros(microbatches) if last in modules else None
+    inputs: tuple[torch.Tensor, ...] = ()
+    if 0 in modules:
+        inputs = (torch.zeros(microbatches, 1),)
+    target = None
+    if last in modules:
+        target = torch.zeros(microbatches)
 
     def step(number: int) -> float:
         plan.step(*inputs, target=target)

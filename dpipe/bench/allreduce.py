@@ -52,8 +52,8 @@ def compare_here(
     """A row for each way, from processes of this machine."""
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     hosts = ["127.0.0.1"] * processes
-    pace = pace or silent()
-    args = (hosts, free_port(), num_bytes, repeats, pace, results)
+    port = free_port()
+    args = (hosts, port, num_bytes, repeats, pace or silent(), results)
     spawn(_tell, args=args, nprocs=processes)
     rows: list[Row] = results.get()
     return rows
@@ -80,7 +80,8 @@ def _tell(
     pace: Pace,
     results: Any,
 ) -> None:
-    rows = _Process(rank, hosts, port, num_bytes).compare(repeats, pace)
+    process = _Process(rank, hosts, port, num_bytes)
+    rows = process.compare(repeats, pace)
     if rank == 0:
         results.put(rows)
 
@@ -100,8 +101,10 @@ class _Process:
         self._hosts = hosts
         self._num_bytes = num_bytes
         generator = torch.Generator().manual_seed(rank)
-        self._row = torch.randn(num_bytes // 4, generator=generator)
-        self._store = open_store(hosts[0], port, _JOIN_S, master=rank == 0)
+        num_floats = num_bytes // 4
+        self._row = torch.randn(num_floats, generator=generator)
+        first = rank == 0
+        self._store = open_store(hosts[0], port, _JOIN_S, master=first)
         self._gloo = TorchGroup(
             self._store,
             rank,
@@ -112,48 +115,62 @@ class _Process:
         self._transports = {way: self._connect(way) for way in _WAYS}
 
     def compare(self, repeats: int, pace: Pace) -> list[Row]:
-        ways: Ways = {"gloo": self._by_gloo}
+        ways: Ways = {"gloo": partial(self._average, self._gloo)}
         for way in _WAYS:
-            ways[way] = partial(self._by_exchange, self._exchange(way))
+            exchange = self._exchange(way)
+            ways[way] = partial(self._average, exchange)
         seconds = self._in_turns(ways, repeats, pace)
         # Nobody closes while another's last message is under way.
         self._wait_for_all()
         for transport in self._transports.values():
             transport.close()
         gloo_s = median(seconds["gloo"])
-        return [self._as_row(way, median(took), gloo_s) for way, took in seconds.items()]
-
-    def _as_row(self, way: str, seconds: float, gloo_s: float) -> Row:
-        return {
-            "way": way,
-            "num_bytes": self._num_bytes,
-            "seconds": seconds,
-            "times as fast as gloo": gloo_s / seconds,
-        }
+        rows = []
+        for way, took_s in seconds.items():
+            median_s = median(took_s)
+            row = {
+                "way": way,
+                "num_bytes": self._num_bytes,
+                "seconds": median_s,
+                "times as fast as gloo": gloo_s / median_s,
+            }
+            rows.append(row)
+        return rows
 
     def _connect(self, way: str) -> Wire:
         kind, connections, _ = _WAYS[way]
         bind = self._hosts[self._rank]
-        transport = kind(self._rank, bind=bind, connections=connections, connect_timeout_s=_JOIN_S)
-        self._store.set(f"{way}/{self._rank}", f"{bind}:{transport.port}")
-        everybody = range(len(self._hosts))
+        transport = kind(
+            self._rank,
+            bind=bind,
+            connections=connections,
+            connect_timeout_s=_JOIN_S,
+        )
+        own = f"{bind}:{transport.port}"
+        self._store.set(f"{way}/{self._rank}", own)
+        ranks = range(len(self._hosts))
         addresses: dict[int, str | None] = {}
-        for rank in everybody:
-            addresses[rank] = self._store.get(f"{way}/{rank}").decode()
-        transport.connect(addresses, set(everybody) - {self._rank})
+        for rank in ranks:
+            address = self._store.get(f"{way}/{rank}")
+            addresses[rank] = address.decode()
+        others = set(ranks) - {self._rank}
+        transport.connect(addresses, others)
         return transport
 
     def _exchange(self, way: str) -> DirectExchange:
         ranks = range(len(self._hosts))
-        coded = wire(_WAYS[way][2])
+        _, _, wire_format = _WAYS[way]
+        coded = wire(wire_format)
+        transport = self._transports[way]
         return DirectExchange(
-            self._transports[way], self._rank, ranks, coded, part_bytes=_PART_BYTES
+            transport,
+            self._rank,
+            ranks,
+            coded,
+            part_bytes=_PART_BYTES,
         )
 
-    def _by_gloo(self) -> None:
-        self._gloo.average(self._row, 0, lambda piece: None)
-
-    def _by_exchange(self, exchange: DirectExchange) -> None:
+    def _average(self, exchange: TorchGroup | DirectExchange) -> None:
         exchange.average(self._row, 0, lambda piece: None)
 
     def _in_turns(
@@ -165,11 +182,13 @@ class _Process:
         """Seconds of the slowest process, by way, of each round after the first: that one opens
         sockets and buffers.
         """
-        round_s = sum(self._round(ways).values())
+        first = self._round(ways)
+        round_s = sum(first.values())
         rounds = agreed_rounds(pace, self._rank, self._store, repeats, round_s)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(rounds):
-            for way, took_s in self._round(ways).items():
+            took = self._round(ways)
+            for way, took_s in took.items():
                 seconds[way].append(took_s)
             if self._rank == 0:
                 pace.done(number + 1, rounds)

@@ -102,13 +102,17 @@ def bench_engine(pace: Pace) -> list[Row]:
         number, schedule, transport = part
         # Anew each round: whatever else keeps this machine busy changes its link from one to the
         # next.
-        if (number, transport) not in machines:
-            machines[number, transport] = measure_loopback(f"{transport} x1")
-        run = _replay(schedule, transport, machines[number, transport])
-        runs[schedule, transport].append(run)
+        machine = machines.get((number, transport))
+        if machine is None:
+            machine = measure_loopback(f"{transport} x1")
+            machines[number, transport] = machine
+        run = _replay(schedule, transport, machine)
+        done = runs[schedule, transport]
+        done.append(run)
     rows = []
     for (schedule, transport), done in runs.items():
-        rows.append(_engine_row(schedule, transport, done))
+        row = _engine_row(schedule, transport, done)
+        rows.append(row)
     return rows
 
 
@@ -123,19 +127,25 @@ class _Run:
 
 def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
     ratios: list[float] = []
+    measured_s: list[float] = []
+    links = []
+    ends_us = []
     for run in runs:
-        ratios += [measured_s / run.simulated_s for measured_s in run.measured_s]
+        measured_s += run.measured_s
+        ratios += [step_s / run.simulated_s for step_s in run.measured_s]
+        machine = run.machine
+        links.append(machine.link)
+        ends_us.append(machine.message_us + machine.us_per_mb)
     low, middle, high = quantiles(ratios, n=4)
-    links = [run.machine.link for run in runs]
     delay_ms = median(link.delay_ms for link in links)
     gbps = median(link.bandwidth_gbps for link in links)
-    core_us = median(run.machine.message_us + run.machine.us_per_mb for run in runs)
+    core_ms = median(ends_us) / 1e3
     return {
         "schedule": schedule,
         "transport": transport,
-        "link": f"{delay_ms:.2f} ms, {gbps:.1f} Gbit/s, {core_us / 1e3:.2f} ms of a core an end",
+        "link": f"{delay_ms:.2f} ms, {gbps:.1f} Gbit/s, {core_ms:.2f} ms of a core an end",
         "simulated_s": median(run.simulated_s for run in runs),
-        "measured_s": median(step for run in runs for step in run.measured_s),
+        "measured_s": median(measured_s),
         "measured / simulated": middle,
         "middle half": f"{low:.3f} to {high:.3f}",
     }
@@ -160,10 +170,12 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
         }
         measured = run_quietly(table, Path(folder))
         # Replay stages sleep: their compute takes no core from the transports.
-        here = [machine.host(range(4), computes=False)]
+        here = machine.host(range(4), computes=False)
         network = Network("loopback", machine.link)
-        simulated = forecast(build(table), network=network, hosts=here)
-    return _Run(machine, simulated.step_us / 1e6, measured)
+        config = build(table)
+        simulated = forecast(config, network=network, hosts=[here])
+    simulated_s = simulated.step_us / 1e6
+    return _Run(machine, simulated_s, measured)
 
 
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:
@@ -177,7 +189,8 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[fl
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")
-    rows = read_rows(Path(table["run"]["folder"]))
+    written = Path(table["run"]["folder"])
+    rows = read_rows(written)
     return [row["step_s"] for row in rows[1:]]
 
 
@@ -217,11 +230,13 @@ def bench_all_reduce(pace: Pace) -> list[Row]:
 def bench_pipelining(pace: Pace) -> list[Row]:
     from dpipe.bench.torch_pipelining import compare_pipelining
 
-    pairs = list(itertools.product((GPIPE.name, ONE_F_ONE_B.name), _TRANSPORTS))
-    return [
-        compare_pipelining(schedule, transport=transport, pace=pace)
-        for schedule, transport in pace.parts(pairs, " over ".join)
-    ]
+    schedules = (GPIPE.name, ONE_F_ONE_B.name)
+    pairs = list(itertools.product(schedules, _TRANSPORTS))
+    rows = []
+    for schedule, transport in pace.parts(pairs, " over ".join):
+        row = compare_pipelining(schedule, transport=transport, pace=pace)
+        rows.append(row)
+    return rows
 
 
 def bench_mfu(pace: Pace) -> list[Row]:

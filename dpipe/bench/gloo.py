@@ -10,8 +10,10 @@ busy hits them all:
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -28,8 +30,10 @@ from dpipe.wire.spec import TensorSpec
 
 Wire = GrpcTransport | TcpTransport
 Ways = dict[str, Callable[[], None]]
+Seconds = dict[str, list[float]]  # by way, of each round
 _ACK = torch.zeros(1, dtype=torch.uint8)
 _ACK_SPEC = TensorSpec.of(_ACK)
+_RESULTS = "seconds.json"  # rank 0 writes it, into a folder of both
 _BURST = 4  # tensors under way one behind the other, as in a pipeline
 _JOIN_S = 120.0  # for the other process, which imports torch first
 # By name: the transport and its connections a link.
@@ -46,13 +50,17 @@ def compare_transport(
     """A row for each way to move tensors of `num_bytes` between two processes: median rate, and
     rate over gloo.
     """
-    pace = pace or silent()
     with TemporaryDirectory() as folder:
-        spawn(_run, (folder, num_bytes, repeats, pace), nprocs=2)
-        text = (Path(folder) / "seconds.json").read_text()
-    seconds: dict[str, list[float]] = json.loads(text)
+        args = (folder, num_bytes, repeats, pace or silent())
+        spawn(_run, args, nprocs=2)
+        results = Path(folder) / _RESULTS
+        seconds: Seconds = json.loads(results.read_text())
     gloo_s = seconds["gloo"]
-    return [_row(way, num_bytes, values, gloo_s) for way, values in seconds.items()]
+    rows = []
+    for way, values in seconds.items():
+        row = _row(way, num_bytes, values, gloo_s)
+        rows.append(row)
+    return rows
 
 
 def _row(
@@ -64,12 +72,13 @@ def _row(
     """Each turn is held against gloo's of the same round; the middle half of those ratios says how
     far to trust it.
     """
-    ratios = [theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)]
+    ratios = list(map(truediv, gloo_s, seconds))
     low, middle, high = quantiles(ratios, n=4)
+    bytes_per_s = _BURST * num_bytes / median(seconds)
     return {
         "way": way,
         "num_bytes": num_bytes,
-        "gb_per_s": _BURST * num_bytes / median(seconds) / 1e9,
+        "gb_per_s": bytes_per_s / 1e9,
         "over gloo": middle,
         "middle half": f"{low:.3f} to {high:.3f}",
     }
@@ -83,7 +92,8 @@ def _run(
     pace: Pace,
 ) -> None:
     torch.set_num_threads(1)
-    store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
+    place = Path(folder) / "store"
+    store: Any = dist.FileStore(str(place), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     # All are open before the first round, so that none is timed while it opens sockets.
     transports = {way: connect(rank, way, store) for way in _OURS}
@@ -92,16 +102,19 @@ def _run(
     for way, transport in transports.items():
         ways[way] = partial(_over_ours, transport, payload)
     _time_in_turns(ways)  # opens gloo's sockets
-    round_s = sum(_time_in_turns(ways).values())
+    first = _time_in_turns(ways)
+    round_s = sum(first.values())
     rounds = agreed_rounds(pace, rank, store, repeats, round_s)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: Seconds = {way: [] for way in ways}
     for number in range(rounds):
-        for way, took_s in _time_in_turns(ways).items():
+        took = _time_in_turns(ways)
+        for way, took_s in took.items():
             seconds[way].append(took_s)
         if rank == 0:
             pace.done(number + 1, rounds)
     if rank == 0:
-        (Path(folder) / "seconds.json").write_text(json.dumps(seconds))
+        results = Path(folder) / _RESULTS
+        results.write_text(json.dumps(seconds))
     for transport in transports.values():
         transport.close()
     dist.destroy_process_group()
@@ -111,11 +124,14 @@ def connect(rank: int, way: str, store: Any) -> Wire:
     """One end of a link between two processes that share `store`."""
     kind, connections = _OURS[way]
     transport = kind(rank, connections=connections, connect_timeout_s=_JOIN_S)
-    store.set(f"{way}/{rank}", f"127.0.0.1:{transport.port}")
+    own = f"127.0.0.1:{transport.port}"
+    store.set(f"{way}/{rank}", own)
     addresses: dict[int, str | None] = {}
     for end in (0, 1):
-        addresses[end] = store.get(f"{way}/{end}").decode()
-    transport.connect(addresses, [1 - rank])
+        address = store.get(f"{way}/{end}")
+        addresses[end] = address.decode()
+    other = 1 - rank
+    transport.connect(addresses, [other])
     return transport
 
 
@@ -126,7 +142,8 @@ def _time_in_turns(ways: Ways) -> dict[str, float]:
         dist.barrier()
         start = time.perf_counter()
         move()
-        seconds[way] = time.perf_counter() - start
+        end = time.perf_counter()
+        seconds[way] = end - start
     return seconds
 
 
@@ -149,8 +166,10 @@ def _over_ours(transport: Wire, payload: torch.Tensor) -> None:
     else:
         like = TensorSpec.of(payload)
         # All are posted before the first is waited for, as the executor posts its receives.
-        pending = [transport.recv(like, 0, "payload") for _ in range(_BURST)]
+        pending = deque(transport.recv(like, 0, "payload") for _ in range(_BURST))
         while pending:
             # Popped: a tensor that has arrived is not kept while the next one is received.
-            pending.pop(0).wait()
+            received = pending.popleft()
+            received.wait()
+            del received
         transport.send(_ACK, 0, "ack")

@@ -46,10 +46,9 @@ class Loopback:
 
     def host(self, ranks: Sequence[int], *, computes: bool) -> Host:
         """This machine, with `ranks` on it."""
-        cores = os.cpu_count() or 1
         return Host(
             tuple(ranks),
-            cores,
+            cores=os.cpu_count() or 1,
             message_us=self.message_us,
             us_per_mb=self.us_per_mb,
             computes=computes,
@@ -67,10 +66,15 @@ def measure_loopback(
     `pause_s` is for how long a rank of the run to be simulated computes before it sends.
     """
     with TemporaryDirectory() as folder:
-        spawn(_run, (folder, way, num_bytes, pause_s), nprocs=2)
-        sent = json.loads((Path(folder) / "0").read_text())
-        received = json.loads((Path(folder) / "1").read_text())
-    return loopback_of(sent, received, num_bytes)
+        args = (folder, way, num_bytes, pause_s)
+        spawn(_run, args, nprocs=2)
+        sent = _stamps_file(folder, 0).read_text()
+        received = _stamps_file(folder, 1).read_text()
+    return loopback_of(json.loads(sent), json.loads(received), num_bytes)
+
+
+def _stamps_file(folder: str, rank: int) -> Path:
+    return Path(folder) / str(rank)
 
 
 def loopback_of(
@@ -86,20 +90,29 @@ def loopback_of(
     # On a loaded machine the large ones may have been no slower; a link has some bandwidth still.
     moving_s = max(large_s - small_s, 1e-6)
     more_cpu_s = max(0.0, large_cpu_s - small_cpu_s)
-    more_mb = (num_bytes - SMALL_BYTES) / 1e6
+    more_bytes = num_bytes - SMALL_BYTES
+    more_mb = more_bytes / 1e6
     # Both ends work on a message one after the other: what is left is nobody's processor time.
     delay_s = max(0.0, small_s - 2 * small_cpu_s)
-    link = Link(delay_ms=delay_s * 1e3, bandwidth_gbps=more_mb * 8e-3 / moving_s)
-    return Loopback(link, small_cpu_s * 1e6, more_cpu_s * 1e6 / more_mb)
+    delay_ms = delay_s * 1e3
+    gbps = more_mb * 8e-3 / moving_s
+    link = Link(delay_ms=delay_ms, bandwidth_gbps=gbps)
+    message_us = small_cpu_s * 1e6
+    us_per_mb = more_cpu_s * 1e6 / more_mb
+    return Loopback(link, message_us, us_per_mb)
 
 
 def _medians(sent: Sequence[Stamp], received: Sequence[Stamp]) -> tuple[float, float]:
     """Of messages of one size: the seconds one way, and a processor's seconds at one end."""
     one_way_s = []
     cpu_s = []
-    for (start_s, out_s), (end_s, into_s) in zip(sent, received, strict=True):
+    for departure, arrival in zip(sent, received, strict=True):
+        start_s, out_s = departure
+        end_s, into_s = arrival
         one_way_s.append(end_s - start_s)
-        cpu_s.append((out_s + into_s) / 2)
+        # A host has one figure for either end: the mean stands for both.
+        both_s = out_s + into_s
+        cpu_s.append(both_s / 2)
     return median(one_way_s), median(cpu_s)
 
 
@@ -111,17 +124,20 @@ def _run(
     pause_s: float,
 ) -> None:
     torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "store"), 2)
+    place = Path(folder) / "store"
+    store = FileStore(str(place), 2)
     transport = connect(rank, way, store)
-    stamps: list[list[Stamp]] = [[], []]
+    small: list[Stamp] = []
+    large: list[Stamp] = []
     for _ in range(_REPEATS):
         # In turns, because the times of the two sizes are subtracted.
-        for size, stamps_of_size in zip((SMALL_BYTES, num_bytes), stamps, strict=True):
+        for size, stamps in ((SMALL_BYTES, small), (num_bytes, large)):
             if rank == 0:
-                stamps_of_size.append(_send(transport, size, pause_s))
+                stamps.append(_send(transport, size, pause_s))
             else:
-                stamps_of_size.append(_receive(transport, size))
-    (Path(folder) / str(rank)).write_text(json.dumps(stamps))
+                stamps.append(_receive(transport, size))
+    text = json.dumps([small, large])
+    _stamps_file(folder, rank).write_text(text)
     # Rank 0 closes last: its peer's last send might still wait to hear that it has arrived.
     if rank == 0:
         transport.send(_READY.empty(), 1, "goodbye")
@@ -136,15 +152,20 @@ def _send(transport: Any, num_bytes: int, pause_s: float) -> Stamp:
     time.sleep(pause_s)
     start_s = time.perf_counter()
     cpu_s = time.process_time()
-    transport.send(payload, 1, "there").wait()
-    return start_s, time.process_time() - cpu_s
+    sending = transport.send(payload, 1, "there")
+    sending.wait()
+    took_s = time.process_time() - cpu_s
+    return start_s, took_s
 
 
 def _receive(transport: Any, num_bytes: int) -> Stamp:
     like = TensorSpec((num_bytes,), torch.uint8)
     # Posted before the sender may start: the payload then goes straight into its place.
     pending = transport.recv(like, 0, "there")
-    transport.send(_READY.empty(), 0, "ready").wait()
+    ready = transport.send(_READY.empty(), 0, "ready")
+    ready.wait()
     cpu_s = time.process_time()
     pending.wait()
-    return time.perf_counter(), time.process_time() - cpu_s
+    end_s = time.perf_counter()
+    took_s = time.process_time() - cpu_s
+    return end_s, took_s

@@ -12,6 +12,7 @@ share the one device, with TCP between them.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -30,6 +31,7 @@ from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
 from dpipe.report.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.report.pace import Pace, silent
+from dpipe.report.timers import timers_ms
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
@@ -38,7 +40,6 @@ from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
 from dpipe.timeline.span import Lane
-from dpipe.timeline.timers import timers_ms
 from dpipe.transport.local import LocalHub
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.codec import codec
@@ -80,10 +81,11 @@ class Case(GptSize):
 
     def layers_of(self, stage: int) -> range:
         """Blocks shared out evenly; the head counts as one block."""
-        costs = [0.0] + [1.0] * (self.num_layers + 1)
-        counts = split(costs, self.stages)
+        blocks_and_head = [1.0] * (self.num_layers + 1)
+        counts = split([0.0, *blocks_and_head], self.stages)
         start = sum(counts[:stage])
-        return range(start, start + counts[stage])
+        end = start + counts[stage]
+        return range(start, end)
 
     def batch(self) -> Batch:
         """The same at each step, so that there is something to learn and a loop that learns nothing
@@ -92,8 +94,13 @@ class Case(GptSize):
         shape = (self.num_microbatches, self.microbatch_size, self.context + 1)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
-        inputs = [(t[:, :-1].contiguous(),) for t in tokens]
-        targets = [t[:, 1:].contiguous() for t in tokens]
+        inputs = []
+        targets = []
+        for each in tokens:
+            shown = each[:, :-1].contiguous()
+            following = each[:, 1:].contiguous()
+            inputs.append((shown,))
+            targets.append(following)
         return Batch(inputs, targets)
 
     @property
@@ -133,7 +140,8 @@ class _Loop:
     def run(self, index: int, device: torch.device) -> float:
         """One step; returns its seconds, from an idle device to an idle device."""
         began = time.perf_counter()
-        self.losses.append(self.step(index))
+        loss = self.step(index)
+        self.losses.append(loss)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
@@ -163,7 +171,8 @@ def compare_mfu(case: Case, pace: Pace | None = None) -> list[dict[str, Any]]:
 
 def measure_both(case: Case, pace: Pace | None = None) -> tuple[Measured, Measured]:
     """The plain loop and dpipe's engine, in this process."""
-    plain, ours = _measure(case, [_plain_loop, _one_stage], pace or silent())
+    loops = [_plain_loop, _one_stage]
+    plain, ours = _measure(case, loops, pace or silent())
     return plain, ours
 
 
@@ -171,12 +180,14 @@ def check_parity(case: Case, plain: Measured, ours: Measured) -> None:
     """Raises `AssertionError` where the two have not trained alike."""
     # In half precision the two engines' losses drift apart by rounding as the steps go on.
     bound = 1e-4 if case.precision == "fp32" else 0.05
-    pairs = zip(plain.losses, ours.losses, strict=True)
-    difference = max(abs(a - b) for a, b in pairs)
+    difference = 0.0
+    for theirs, own in zip(plain.losses, ours.losses, strict=True):
+        difference = max(difference, abs(theirs - own))
     assert difference < bound, (
         f"the losses differ by {difference}: {plain.losses} against {ours.losses}"
     )
-    assert plain.losses[-1] < plain.losses[0], f"the plain loop has learned nothing: {plain.losses}"
+    first, *_, last = plain.losses
+    assert last < first, f"the plain loop has learned nothing: {plain.losses}"
 
 
 def row(
@@ -194,6 +205,12 @@ def row(
     if peak is not None:
         used = mfu(case.step_flops, measured.step_s, peak, case.precision)
     tokens = case.microbatch_size * case.num_microbatches * case.context
+    memory_gb = None
+    if measured.peak_bytes is not None:
+        memory_gb = measured.peak_bytes / 1e9
+    over_plain = None
+    if plain is not None:
+        over_plain = measured.step_s / plain.step_s
     return {
         "model": case.name,
         "context": case.context,
@@ -204,8 +221,8 @@ def row(
         "step_s": measured.step_s,
         "tokens_per_s": tokens / measured.step_s,
         "mfu": used,
-        "memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
-        "over plain": None if plain is None else measured.step_s / plain.step_s,
+        "memory_gb": memory_gb,
+        "over plain": over_plain,
     }
 
 
@@ -214,10 +231,13 @@ def _plain_loop(case: Case) -> _Loop:
     layers = case.layers(range(case.num_layers + 2))
     device = torch.device(case.device)
     masters = None
-    named = list(nn.ModuleList(layers.values()).named_parameters())
+    modules = nn.ModuleList(layers.values())
+    named = list(modules.named_parameters())
     if case.parameters != "fp32":
-        masters = MasterWeights(layers, _DTYPES[case.parameters])
-        named = [pair for pairs in masters.named.values() for pair in pairs]
+        dtype = _DTYPES[case.parameters]
+        masters = MasterWeights(layers, dtype)
+        by_layer = masters.named.values()
+        named = list(chain.from_iterable(by_layer))
     optimizer = _plain_adamw(named, device)
     forward = _plain_forward(case, list(layers.values()))
     batch = case.batch()
@@ -226,16 +246,20 @@ def _plain_loop(case: Case) -> _Loop:
         losses = []
         if masters is not None:
             masters.refresh()
-        for (inputs,), targets in zip(batch.inputs, batch.targets, strict=True):
-            loss = forward(upload(inputs, device), upload(targets, device))
-            (loss / case.num_microbatches).backward()
+        for (shown,), following in zip(batch.inputs, batch.targets, strict=True):
+            tokens = upload(shown, device)
+            targets = upload(following, device)
+            loss = forward(tokens, targets)
+            scaled = loss / case.num_microbatches
+            scaled.backward()
             losses.append(loss.detach())
             # Each micro-batch, as dpipe's stages do: half precision must not round the sum.
             if masters is not None:
                 masters.collect()
         optimizer.step()
         optimizer.zero_grad()
-        return sum(float(loss) for loss in losses) / len(losses)
+        total = sum(map(float, losses))
+        return total / len(losses)
 
     return _Loop(step)
 
@@ -244,13 +268,14 @@ def _plain_adamw(
     named: Sequence[tuple[str, nn.Parameter]], device: torch.device
 ) -> torch.optim.AdamW:
     """With weight decay on what our optimizer decays."""
-    groups = [
-        {
-            "params": [s.values for s in whole(named) if s.decays is decays],
+    slices = whole(named)
+    groups = []
+    for decays in (True, False):
+        group = {
+            "params": [each.values for each in slices if each.decays is decays],
             "weight_decay": 0.1 * decays,
         }
-        for decays in (True, False)
-    ]
+        groups.append(group)
     fused = True if device.type == "cuda" else None
     return torch.optim.AdamW(
         groups,
@@ -263,18 +288,25 @@ def _plain_adamw(
 def _plain_forward(
     case: Case, layers: list[nn.Module]
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    dtype = _DTYPES[case.precision]
     autocasts = case.parameters == "fp32" and case.precision != "fp32"
     recomputes = case.recompute == "full"
     if case.compiled:
         for layer in layers:
             layer.compile()
 
+    def run(layer: nn.Module, x: torch.Tensor) -> Any:
+        if recomputes:
+            return checkpoint(layer, x, use_reentrant=False)
+        return layer(x)
+
     def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x: Any = tokens
-        with torch.autocast(tokens.device.type, _DTYPES[case.precision], enabled=autocasts):
+        with torch.autocast(tokens.device.type, dtype, enabled=autocasts):
             for layer in layers:
-                x = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
-        return case.model().loss(x.float(), targets)
+                x = run(layer, x)
+        model = case.model()
+        return model.loss(x.float(), targets)
 
     return forward
 
@@ -284,17 +316,26 @@ def measure(case: Case) -> Measured:
     device.
     """
     if case.stages == 1:
-        return _measure(case, [_one_stage], silent())[0]
+        [only] = _measure(case, [_one_stage], silent())
+        return only
     # Of the context that starts the processes: a forked torch would lack its threads.
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(_process, args=(case, store.port, results), nprocs=case.stages)
-    measured: dict[int, Measured] = dict(results.get() for _ in range(case.stages))
-    by_stage = [measured[rank] for rank in range(case.stages)]
-    peaks = [m.peak_bytes for m in by_stage if m.peak_bytes is not None]
+    args = (case, store.port, results)
+    spawn(_process, args=args, nprocs=case.stages)
+    by_stage: dict[int, Measured] = {}
+    peaks = []
+    for _ in range(case.stages):
+        # They come in any order: a stage is done when its own last step is.
+        rank, measured = results.get()
+        by_stage[rank] = measured
+        if measured.peak_bytes is not None:
+            peaks.append(measured.peak_bytes)
     total = sum(peaks) if peaks else None
+    first = by_stage[0]
     # The last stage alone knows the losses.
-    return replace(by_stage[-1], peak_bytes=total, timers=by_stage[0].timers)
+    last = by_stage[case.stages - 1]
+    return replace(last, peak_bytes=total, timers=first.timers)
 
 
 def _process(
@@ -307,32 +348,40 @@ def _process(
     store = TCPStore("127.0.0.1", port, is_master=False)
     streams = streams_of(case.device)
     transport = TcpTransport(rank, connect_timeout_s=_WAIT_S, streams=streams)
-    store.set(str(rank), f"127.0.0.1:{transport.port}")
-    peers = {rank - 1, rank + 1} & set(range(case.stages))
+    own = f"127.0.0.1:{transport.port}"
+    store.set(str(rank), own)
+    ranks = range(case.stages)
     addresses: dict[int, str | None] = {}
-    for peer in range(case.stages):
-        addresses[peer] = store.get(str(peer)).decode()
-    transport.connect(addresses, peers)
-    [measured] = _measure(
-        case, [lambda case: _dpipe_loop(case, rank, transport, streams)], silent()
-    )
+    for peer in ranks:
+        address = store.get(str(peer))
+        addresses[peer] = address.decode()
+    peers = {rank - 1, rank + 1}
+    transport.connect(addresses, peers.intersection(ranks))
+
+    def make(case: Case) -> _Loop:
+        return _dpipe_loop(case, rank, transport, streams)
+
+    [measured] = _measure(case, [make], silent())
     results.put((rank, measured))
     # A transport that closes early is a lost peer to those still in their last step.
     store.set(f"done {rank}", "")
-    store.wait([f"done {peer}" for peer in range(case.stages)])
+    done = [f"done {peer}" for peer in ranks]
+    store.wait(done)
     transport.close()
 
 
 def _one_stage(case: Case) -> _Loop:
     transport = LocalHub(1).transport(0)
-    return _dpipe_loop(case, 0, transport, streams_of(case.device))
+    streams = streams_of(case.device)
+    return _dpipe_loop(case, 0, transport, streams)
 
 
 def _dpipe_stage(case: Case, rank: int, device: torch.device) -> Stage:
     last = rank == case.stages - 1
+    layers = case.layers(case.layers_of(rank))
     return Stage(
         rank,
-        case.layers(case.layers_of(rank)),
+        layers,
         num_microbatches=case.num_microbatches,
         loss=case.model().loss if last else None,
         recompute=case.recompute,
@@ -354,9 +403,8 @@ def _dpipe_loop(
     stage = _dpipe_stage(case, rank, streams.device)
     replicas = Single({rank: stage}, _ADAM)
     recorder = Recorder(rank, streams)
-    boundary = TensorSpec(
-        (case.microbatch_size, case.context, case.width), _DTYPES[case.parameters]
-    )
+    shape = (case.microbatch_size, case.context, case.width)
+    boundary = TensorSpec(shape, _DTYPES[case.parameters])
     boundaries = [(boundary,)] * (case.stages - 1)
     parts = Parts(
         rank,
@@ -376,11 +424,15 @@ def _dpipe_loop(
         stage.begin_step(index)
         replicas.begin(index, _ADAM.learning_rate, 1.0)
         result = executor.run(plan, batch)
-        with recorder.span(Lane.UPDATE, Action(rank, Op.STEP)):
+        update = Action(rank, Op.STEP)
+        with recorder.span(Lane.UPDATE, update):
             replicas.step(rank, 1.0)
             stage.zero_grad()
-        timers.update(timers_ms([*result.spans, *recorder.take()]))
-        return 0.0 if result.loss is None else result.loss
+        spans = [*result.spans, *recorder.take()]
+        timers.update(timers_ms(spans))
+        if result.loss is None:
+            return 0.0
+        return result.loss
 
     return _Loop(step, lambda: timers)
 
@@ -394,10 +446,13 @@ def _measure(
     device = torch.device(case.device)
     loops = [_warmed_up(case, make, device) for make in makes]
     round_s = sum(loop.warm_step_s for loop in loops)
-    rounds = pace.rounds(case.num_steps - _WARM_UP, round_s)
+    most = case.num_steps - _WARM_UP
+    rounds = pace.rounds(most, round_s)
     for number in range(rounds):
+        index = _WARM_UP + number
         for loop in loops:
-            loop.seconds.append(loop.run(_WARM_UP + number, device))
+            took_s = loop.run(index, device)
+            loop.seconds.append(took_s)
         pace.done(number + 1, rounds)
     return [loop.measured() for loop in loops]
 
@@ -417,7 +472,8 @@ def _warmed_up(
     for index in range(_WARM_UP):
         loop.warm_step_s = loop.run(index, device)
     if device.type == "cuda":
-        loop.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        most = torch.cuda.max_memory_allocated(device)
+        loop.peak_bytes = most - before
     return loop
 
 
@@ -464,4 +520,5 @@ SMALL = replace(
 
 def compare_here(pace: Pace) -> list[dict[str, Any]]:
     """`dpipe bench mfu`: the 1.3B model where there is a GPU, a small one where there is none."""
-    return compare_mfu(XL if torch.cuda.is_available() else SMALL, pace)
+    case = XL if torch.cuda.is_available() else SMALL
+    return compare_mfu(case, pace)

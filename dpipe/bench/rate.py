@@ -51,10 +51,12 @@ def _stream(transport: Transport, duration_s: float) -> None:
     leaving: deque[Pending[None]] = deque()
     deadline = time.monotonic() + duration_s
     while time.monotonic() < deadline:
-        leaving.append(transport.send(tensor, 1, "payload"))
+        sending = transport.send(tensor, 1, "payload")
+        leaving.append(sending)
         # Without the bound the sender would queue tensors as fast as Python runs.
         if len(leaving) == _UNDER_WAY:
-            leaving.popleft().settle()
+            oldest = leaving.popleft()
+            oldest.settle()
     transport.send(last, 1, "payload")
 
 
@@ -81,7 +83,8 @@ def _take(transport: Transport, coming: Coming) -> list[Moved]:
         found.append(pending.moved)
         last = bool(tensor[0])
         # Into the memory of the one that has just come: fresh pages would be part of the rate.
-        coming.append(transport.recv(_PAYLOAD, 0, "payload", tensor))
+        following = transport.recv(_PAYLOAD, 0, "payload", tensor)
+        coming.append(following)
     transport.send(_WORD.empty(), 0, "through")
     return found
 
@@ -90,8 +93,9 @@ def rate_gbps(moved: Sequence[Moved]) -> float:
     """What has moved, from the first byte to the last."""
     start_ns = min(m.start_ns for m in moved)
     end_ns = max(m.end_ns for m in moved)
+    took_ns = end_ns - start_ns
     num_bytes = sum(m.num_bytes for m in moved)
-    return num_bytes * 8 / (end_ns - start_ns)  # bits a nanosecond are Gbit a second
+    return num_bytes * 8 / took_ns  # bits a nanosecond are Gbit a second
 
 
 @click.command(help=__doc__)

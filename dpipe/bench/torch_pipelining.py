@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import truediv
 from statistics import median, quantiles
 from typing import Any
 
@@ -60,7 +61,8 @@ class Size(GptSize):
         return range(half) if rank == 0 else range(half, num_layers)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (self.microbatch_size * self.num_microbatches, self.context + 1)
+        num_sequences = self.microbatch_size * self.num_microbatches
+        shape = (num_sequences, self.context + 1)
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
         inputs = tokens[:, :-1].contiguous()
@@ -97,13 +99,16 @@ def compare_pipelining(
     """
     size = size or Size()
     pace = pace or silent()
+    port = free_port()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    args = (schedule, size, transport, free_port(), pace, results)
+    args = (schedule, size, transport, port, pace, results)
     spawn(_rank, args=args, nprocs=NUM_RANKS)
     ours_s, theirs_s, ours, theirs = results.get()
-    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    difference = 0.0
+    for our_loss, their_loss in zip(ours, theirs, strict=True):
+        difference = max(difference, abs(our_loss - their_loss))
     assert difference < 1e-3, f"the losses differ by {difference}: {ours} against {theirs}"
-    ratios = [a / b for a, b in zip(ours_s, theirs_s, strict=True)]
+    ratios = list(map(truediv, ours_s, theirs_s))
     low, middle, high = quantiles(ratios, n=4)
     return {
         "schedule": schedule,
@@ -135,16 +140,19 @@ def _rank(
     for index in range(_WARM_UP):
         turns.take(index, *size.batch(index))
     round_s = sum(times[-1] for times in turns.times)
-    rounds = agreed_rounds(pace, rank, store, size.num_steps - _WARM_UP, round_s)
+    most = size.num_steps - _WARM_UP
+    rounds = agreed_rounds(pace, rank, store, most, round_s)
     for number in range(rounds):
         index = _WARM_UP + number
         turns.take(index, *size.batch(index))
         if rank == 0:
             pace.done(number + 1, rounds)
     transport.close()
-    if rank == NUM_RANKS - 1:  # it knows the losses
-        ours_s, theirs_s = turns.times
-        results.put((ours_s[_WARM_UP:], theirs_s[_WARM_UP:], *turns.losses))
+    last = rank == NUM_RANKS - 1
+    if last:  # it knows the losses
+        ours_s, theirs_s = (times[_WARM_UP:] for times in turns.times)
+        our_losses, their_losses = turns.losses
+        results.put((ours_s, theirs_s, our_losses, their_losses))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -169,8 +177,9 @@ class _Turns:
             began = time.perf_counter()
             loss = self._steps[engine](inputs, targets)
             dist.barrier()  # a step has ended when both ranks have
-            self.times[engine].append(time.perf_counter() - began)
-            self.losses[engine].append(0.0 if loss is None else loss)
+            took_s = time.perf_counter() - began
+            self.times[engine].append(took_s)
+            self.losses[engine].append(loss or 0.0)
 
 
 def _layers(rank: int, size: Size) -> dict[int, nn.Module]:
@@ -187,12 +196,15 @@ def our_step(
     size: Size,
     transport: Transport,
 ) -> Step:
-    plan = lower(generate(schedule, NUM_RANKS, size.num_microbatches))
+    order = generate(schedule, NUM_RANKS, size.num_microbatches)
+    plan = lower(order)
+    layers = _layers(rank, size)
+    last = rank == NUM_RANKS - 1
     stage = Stage(
         rank,
-        _layers(rank, size),
+        layers,
         num_microbatches=size.num_microbatches,
-        loss=size.model().loss if rank == NUM_RANKS - 1 else None,
+        loss=size.model().loss if last else None,
         splits_backward=plan.splits,
     )
     shape = (size.microbatch_size, size.context, size.width)
@@ -215,7 +227,9 @@ def our_step(
         # Cut here, within the time: torch's engine cuts the batch itself.
         x_of = inputs.split(size.microbatch_size)
         y_of = targets.split(size.microbatch_size)
-        result = executor.run(plan, Batch([(x,) for x in x_of], list(y_of)))
+        own = [(x,) for x in x_of]
+        batch = Batch(own, list(y_of))
+        result = executor.run(plan, batch)
         optimizer.step()
         stage.zero_grad()
         return result.loss
@@ -224,10 +238,13 @@ def our_step(
 
 
 def torch_step(rank: int, schedule: str, size: Size) -> Step:
-    module = nn.Sequential(*_layers(rank, size).values())
-    stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
+    layers = _layers(rank, size)
+    module = nn.Sequential(*layers.values())
+    cpu = torch.device("cpu")
+    stage = PipelineStage(module, rank, NUM_RANKS, cpu)
     order = generate(schedule, NUM_RANKS, size.num_microbatches)
-    plan = torch_schedule(order, [stage], size.model().loss)
+    model = size.model()
+    plan = torch_schedule(order, [stage], model.loss)
     optimizer = torch.optim.AdamW(module.parameters())
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
@@ -240,6 +257,7 @@ def torch_step(rank: int, schedule: str, size: Size) -> Step:
         optimizer.zero_grad()
         if not losses:  # not the last stage
             return None
-        return sum(float(loss.detach()) for loss in losses) / len(losses)
+        total = sum(float(loss.detach()) for loss in losses)
+        return total / len(losses)
 
     return step

@@ -4,6 +4,7 @@ main.py            assembles the commands; errors become a message and an exit c
 options.py         arguments and options of several commands, and the printing of answers
 training.py        train, launch, serve
 foresight.py       simulate, schedule, trace
+planning.py        plan
 model.py           generate
 measuring.py       bench, measure
 configuration.py   config

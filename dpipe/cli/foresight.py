@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from dpipe.cli.options import CONFIG, JSON, MACHINES, OVERRIDE, RUN, TRUST_CODE, show
+from dpipe.cli.options import CONFIG, JSON, MACHINES, OVERRIDE, PLAN, RUN, TRUST_CODE, show
 from dpipe.schedule.generate import GENERATORS, who_take
 
 
@@ -16,6 +16,7 @@ from dpipe.schedule.generate import GENERATORS, who_take
     type=click.Path(dir_okay=False),
     help="A network profile, or a file of machines; default: predict.network.",
 )
+@PLAN
 @MACHINES
 @JSON
 @TRUST_CODE
@@ -23,6 +24,7 @@ def simulate(
     config: str,
     overrides: tuple[str, ...],
     network: str | None,
+    plan: str | None,
     machines: tuple[str, ...],
     as_json: bool,
     trust_code: bool,
@@ -34,9 +36,13 @@ def simulate(
     Example:
       dpipe simulate scripts/quickstart.toml -o pipeline.schedule=zero-bubble
     """
+    overrides += machines
+    if plan is not None:
+        from dpipe.planner.fits import planned
+
+        overrides = planned(config, overrides, plan, trust_code=trust_code)
     from dpipe.plan.text import forecast_text
 
-    overrides += machines
     show(forecast_text(config, overrides, network, as_json, trust_code=trust_code))
 
 

@@ -11,6 +11,7 @@ from dpipe.cli.configuration import config
 from dpipe.cli.foresight import schedule, simulate, trace
 from dpipe.cli.measuring import bench, measure
 from dpipe.cli.model import generate
+from dpipe.cli.planning import plan
 from dpipe.cli.training import launch, serve, train
 from dpipe.errors import DpipeError
 from dpipe.processes.environment import set_up_grpc
@@ -48,6 +49,7 @@ for command in (
     generate,
     launch,
     measure,
+    plan,
     schedule,
     serve,
     simulate,

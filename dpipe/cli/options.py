@@ -50,6 +50,13 @@ TRUST_CODE = click.option(
 )
 
 
+PLAN = click.option(
+    "--plan",
+    type=click.Path(dir_okay=False),
+    help="What `dpipe plan` decided; refused where it does not fit CONFIG.",
+)
+
+
 def resuming(command: F) -> F:
     """The options of commands that can continue a run."""
     fallback = click.option(

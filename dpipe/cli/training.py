@@ -11,10 +11,22 @@ from dpipe.cli.options import (
     MACHINES,
     MAX_WAIT_S,
     OVERRIDE,
+    PLAN,
     TRUST_CODE,
     NumberRange,
     resuming,
 )
+
+
+def _planned(
+    config: str, overrides: tuple[str, ...], plan: str | None, flags: dict[str, Any]
+) -> tuple[str, ...]:
+    """`overrides` with what `--plan` decides."""
+    if plan is None:
+        return overrides
+    from dpipe.planner.fits import planned
+
+    return planned(config, overrides, plan, trust_code=flags["trust_code"])
 
 
 @click.command()
@@ -30,9 +42,16 @@ from dpipe.cli.options import (
     type=NumberRange(min=0, min_open=True, max=MAX_WAIT_S),
     help="Seconds to wait for the other ranks; default: timeouts.join.",
 )
+@PLAN
 @TRUST_CODE
 @resuming
-def train(config: str, overrides: tuple[str, ...], machines: tuple[str, ...], **flags: Any) -> None:
+def train(
+    config: str,
+    overrides: tuple[str, ...],
+    machines: tuple[str, ...],
+    plan: str | None,
+    **flags: Any,
+) -> None:
     """Train one rank in this process.
 
     Without --rank, --world-size and --coordinator, the environment of torchrun or Slurm says which
@@ -49,7 +68,8 @@ def train(config: str, overrides: tuple[str, ...], machines: tuple[str, ...], **
     """
     from dpipe.run.api import train as train_here
 
-    train_here(config, overrides=overrides + machines, show=True, **flags)
+    overrides = _planned(config, overrides + machines, plan, flags)
+    train_here(config, overrides=overrides, show=True, **flags)
 
 
 @click.command()
@@ -62,10 +82,15 @@ def train(config: str, overrides: tuple[str, ...], machines: tuple[str, ...], **
     type=click.IntRange(min=1),
     help="Number of ranks; default: what CONFIG says.",
 )
+@PLAN
 @TRUST_CODE
 @resuming
 def launch(
-    config: str, overrides: tuple[str, ...], machines: tuple[str, ...], **flags: Any
+    config: str,
+    overrides: tuple[str, ...],
+    machines: tuple[str, ...],
+    plan: str | None,
+    **flags: Any,
 ) -> None:
     """Train all ranks as processes of this machine.
 
@@ -78,8 +103,8 @@ def launch(
     from dpipe.report.display import lasting
     from dpipe.run.start import launch_ranks
 
+    overrides = _planned(config, overrides + machines, plan, flags)
     # To standard error: standard output is rank 0's.
-    overrides += machines
     sys.exit(
         launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags)
     )

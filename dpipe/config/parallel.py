@@ -30,11 +30,16 @@ class PipelineConfig(Section):
     """Stages that the layers are cut into."""
 
     stages_per_rank: Count = 1
-    """Stages on each rank. Above 1 for "interleaved"; "gpipe" and "auto" can have it too."""
+    """Stages on each rank. Above 1 for "interleaved", 2 for "zb-v"; "gpipe" and "auto" can have it
+    too."""
 
     schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
     predict.network."""
+
+    programs: tuple[str, ...] = ()
+    """With "auto": the order itself, as `dpipe plan` found it: for each rank a text of actions such
+    as "0F0,0F1,0B0,0B1". Left out: it is searched for as a run starts."""
 
     in_flight: Count | None = None
     """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
@@ -78,6 +83,16 @@ class PipelineConfig(Section):
                 "flight: leave pipeline.in_flight out, or bound what a rank holds with "
                 "pipeline.memory_limit or pipeline.memory_gb"
             )
+        if self.programs and self.schedule != AUTO:
+            raise ValueError(
+                f'pipeline.programs are an order for pipeline.schedule "{AUTO}", not for '
+                f'"{self.schedule}": leave them out'
+            )
+        if self.programs and len(self.programs) != self.ranks:
+            raise ValueError(
+                f"pipeline.programs are of {len(self.programs)} ranks, but pipeline.stages "
+                f"{self.stages} make {self.ranks}"
+            )
         self._check_stages_per_rank()
         return self
 
@@ -91,6 +106,11 @@ class PipelineConfig(Section):
                 f'pipeline.schedule "{self.schedule}" has one stage a rank: '
                 "pipeline.stages_per_rank above 1 goes with pipeline.schedule "
                 f"{who_take('stages_per_rank')}"
+            )
+        only = generator.only_stages_per_rank
+        if only is not None and self.stages_per_rank != only:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank {only}'
             )
         if self.stages_per_rank == 1 and generator.needs_several_stages:
             raise ValueError(

@@ -187,6 +187,10 @@ class PredictConfig(Section):
     """A file of machines (TOML), as `dpipe measure` writes it: what layers take on each, and the
     links between them. Ranks sit in its order. Left out: all ranks are alike."""
 
+    seats: tuple[str, ...] = ()
+    """By rank, the name of its machine in predict.machines; once for a tensor-parallel group.
+    `--plan` sets it. Left out: ranks sit in the order of the file."""
+
     gflops: Positive = 20.0
     """10^9 floating-point operations a second of one rank."""
 

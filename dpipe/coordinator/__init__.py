@@ -8,6 +8,7 @@ server.py      `CoordinatorServer`: the streams of all ranks around one membersh
 shared.py      the schemas of what ranks share as a run begins and ends
 limits.py      what a rank may send: names from closed lists, and bounds
 frame.py       messages of any size on a stream of bounded ones
+line.py        those messages both ways, over a session that outlives streams
 
 To add a message: a field in protos/dpipe/wire/v1/coordinator.proto, a case in client.py and
 server.py, and the decision, if there is one, in membership.py, which is tested without a network.

@@ -1,12 +1,13 @@
 """`Coordinator`: one rank's connection to the `CoordinatorServer` in rank 0.
 
-caller ──▶ outbox ──▶ _outgoing (gRPC's thread; pings in between) ══stream══▶ server
-caller ◀── futures, callbacks ◀── _read (this class's thread)     ◀══stream══ server
+caller ──▶ outbox ──▶ writer                      ══session══▶ server
+caller ◀── futures, callbacks ◀── _read (reader)  ◀══session══ server
+           _attend_to (clock): pings, and dials again where a stream broke
 """
 
 import json
+import logging
 import math
-import queue
 import re
 import threading
 import time
@@ -20,17 +21,26 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.base import Coordination, Gathered, name_ranks
-from dpipe.coordinator.frame import METHOD, PROTOCOL, assemble, cut
+from dpipe.coordinator.frame import METHOD, PROTOCOL, assemble
 from dpipe.coordinator.limits import FROM_COORDINATOR, REASON_CHARACTERS, check
-from dpipe.errors import JoinError, RunAborted
-from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.coordinator.line import GONE_S, Line
+from dpipe.errors import DpipeError, JoinError, RunAborted, TransferError
+from dpipe.session.frames import Frames
+from dpipe.session.greeting import Greeted
+from dpipe.session.grpc_stream import Dialling, GrpcStream
+from dpipe.session.redial import GREETING_S, dial_again
+from dpipe.session.session import LinkSession
+from dpipe.wire.rpc import Security
 from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
+from dpipe.wire.v1.transport_pb2 import Hello
 
+LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
 
 _NO_SECURITY = Security()
 
+_WATCHES = 64  # looks at the stream in `heartbeat_s`
 _CLOCK_SAMPLES = 16  # round trips, of which the fastest counts
 _FIRST_RETRY_S = 0.02  # ranks that start together miss the coordinator by little
 _RETRY_S = 0.5  # between attempts to reach a coordinator that is not up
@@ -60,13 +70,14 @@ class Coordinator(Coordination):
         self.world_size: int = join.world_size
         self.addresses: dict[int, str | None] = {}
         self._address = address
+        self._join = join
+        self._security = security
         self._heartbeat_s = heartbeat_s
         self._say = say
         self._lock = threading.Lock()  # guards the end of the run against gathers and callbacks
         self._over: RunAborted | None = None
         self._leaving = False
         self._missing: tuple[int, ...] = ()  # ranks that have not joined, while joining
-        self._reached = False  # the coordinator has answered
         self._welcome: Future[pb.Welcome] = Future()
         self._verdict: Future[RunAborted] = Future()
         self._gathers: dict[str, Gathered] = {}
@@ -74,24 +85,59 @@ class Coordinator(Coordination):
         # Round trip and offset in ns.
         self._clock: deque[tuple[int, int]] = deque(maxlen=_CLOCK_SAMPLES)
         self._ponged = threading.Event()
-        self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
-        self._outbox.put(pb.ToCoordinator(join=join))
         self._heard_at = time.monotonic()
-        # Last: its thread reads what is set above.
-        self._open(address, security)
+        self._heard_end = False
+        self._why_lost = ""
+        self._make_line()
 
-    def _open(self, address: str, security: Security) -> None:
-        self._channel = open_channel(
-            address, security, own_connection=True, silence_s=self._heartbeat_s
+    def _make_line(self) -> None:
+        self._dialling: Dialling | None = None  # not answered yet
+        self._closing = threading.Event()
+        self._broke = threading.Event()
+        self._session = LinkSession(
+            self._heartbeat_s, may_resume=self._may_resume, on_break=self._broke.set
         )
-        dial: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
-            METHOD, request_serializer=None, response_deserializer=None
+        name = f"coordination of rank {self.rank}"
+        self._line = Line[pb.ToCoordinator](self._session, f"{name}, writer")
+        self._reader = _thread(self._read, name)
+        self._clock_thread = _thread(self._attend_to, f"{name}, clock")
+
+    def _open(self, deadline: float) -> None:
+        """Raises `_NotThere` where nobody answers, and `JoinError` where this rank is refused."""
+        try:
+            stream, greeted = self._dial(deadline, resumes=False)
+        except (OSError, ValueError, DpipeError) as error:
+            raise _explain(error, self._address) from None
+        self._session.secret = greeted.secret
+        self._line.tell(pb.ToCoordinator(join=self._join))
+        self._line.start(stream)
+        for thread in (self._reader, self._clock_thread):
+            thread.start()
+
+    def _may_resume(self) -> bool:
+        return not self._closing.is_set() and not self._heard_end
+
+    def _dial(self, deadline: float, *, resumes: bool) -> tuple[GrpcStream, Greeted]:
+        dialling = Dialling(
+            self._address,
+            METHOD,
+            Hello(
+                protocol=PROTOCOL,
+                from_rank=self.rank,
+                resumes=resumes,
+                received=self._session.received,
+            ),
+            self._session.secret,
+            self._security,
+            silence_s=self._heartbeat_s,
         )
-        self._call = dial(self._outgoing(), metadata=token_metadata(security))
-        self._reader = threading.Thread(
-            target=self._read, name=f"coordination of rank {self.rank}", daemon=True
-        )
-        self._reader.start()
+        self._dialling = dialling
+        if self._closing.is_set():
+            dialling.cancel()
+        try:
+            return dialling.greet(deadline)
+        finally:
+            self._dialling = None
 
     @classmethod
     def join(
@@ -124,6 +170,7 @@ class Coordinator(Coordination):
         while True:
             self = cls(address, join, security, heartbeat_s, say)
             try:
+                self._open(deadline)
                 self._wait_for_welcome(deadline - time.monotonic())
                 return self
             except _NotThere as why:
@@ -140,8 +187,6 @@ class Coordinator(Coordination):
     def _wait_for_welcome(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
             self._welcome.result(timeout_s)
-        if not self._welcome.done() and not self._reached:
-            raise _NotThere("no answer")
         try:
             welcome = self._welcome.result(_SLACK_S)
         except TimeoutError:
@@ -207,19 +252,24 @@ class Coordinator(Coordination):
         self._leaving = True
         self._send(pb.ToCoordinator(leave=pb.Leave()))
         self._reader.join(_LEAVE_S)
-        heard = not self._reader.is_alive() and self._call.code() is grpc.StatusCode.OK
         over = self._over
         self.close()
-        if not heard and not over:
+        if not self._heard_end and not over:
             raise self._lost()
 
     def close(self) -> None:
         self._leaving = True
-        self._outbox.put(None)
-        self._call.cancel()
-        if threading.current_thread() is not self._reader:
-            self._reader.join(_STOP_S)
-        self._channel.close()
+        self._closing.set()
+        self._broke.set()
+        dialling = self._dialling
+        if dialling is not None:
+            dialling.cancel()
+        self._line.tell(None)
+        self._session.close()
+        for thread in (self._reader, self._clock_thread):
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(_STOP_S)
+        self._line.join(_STOP_S)
         self._end(RunAborted(f"rank {self.rank} has closed its line to the coordinator"))
 
     # The stream
@@ -229,48 +279,65 @@ class Coordinator(Coordination):
             check(message)
         except DecodeError as error:
             raise ValueError(f"rank {self.rank} may not send this: {error}") from None
-        self._outbox.put(message)
+        self._line.tell(message)
 
-    def _outgoing(self) -> Iterator[bytes]:
-        """The frames to send, and a ping a few times a heartbeat. Gives up on a coordinator that is
-        silent.
-        """
-        interval_s = self._heartbeat_s / 4
-        ping_at = time.monotonic() + interval_s
-        while True:
-            try:
-                # What is queued goes first: it is a sign of life as well.
-                message = self._outbox.get(timeout=max(0.0, ping_at - time.monotonic()))
-            except queue.Empty:
-                now = time.monotonic()
-                # A late ping: this process was stopped, and what came meanwhile is unread.
-                if now - ping_at > interval_s:
-                    self._heard_at = now
-                if now - self._heard_at > self._heartbeat_s:
-                    self._call.cancel()
-                ping_at = now + interval_s
-                message = _ping()
-            if message is None:
-                return
-            yield from cut(message)
+    def _attend_to(self) -> None:
+        """Ping a few times a heartbeat, and keep the session going."""
+        interval_s = self._heartbeat_s / _WATCHES
+        ping_at = watched_at = stopped_until = time.monotonic()
+        while not self._closing.is_set():
+            self._broke.wait(interval_s)
+            self._broke.clear()
+            now = time.monotonic()
+            # Late: this process was stopped, and what came meanwhile is unread.
+            if now - watched_at > 2 * interval_s:
+                stopped_until = now
+            watched_at = now
+            self._session.watch(now, stopped_until)
+            if now >= ping_at:
+                ping_at = now + self._heartbeat_s / 4
+                self._line.tell(_ping())
+            if now - max(self._heard_at, stopped_until) > self._heartbeat_s:
+                self._session.close(f"no sign of life for {self._heartbeat_s:g} s")
+            if dial_again(self._session, self._resume, self._closing, GONE_S):
+                LOG.warning(
+                    "rank %d: the connection with the coordinator broke (%s); it was dialled again "
+                    "and goes on, after %.1f s",
+                    self.rank,
+                    self._session.why,
+                    time.monotonic() - now,
+                )
+                # Not by this thread, which is to dial again where that one breaks, too.
+                _thread(self._session.send_again, f"{self._reader.name}, again").start()
+
+    def _resume(self) -> bool:
+        told = self._session.received
+        stream, greeted = self._dial(time.monotonic() + GREETING_S, resumes=True)
+        try:
+            self._session.attach(Frames(stream), greeted.received, told)
+        except BaseException:
+            stream.close()
+            raise
+        return True
 
     def _read(self) -> None:
-        with suppress(grpc.RpcError, DecodeError):
+        try:
             for message in assemble(
                 self._listen(), pb.FromCoordinator, FROM_COORDINATOR.__getitem__
             ):
                 self._take(message)
-        self._call.cancel()
-        if not self._reached:
-            details = visible(self._call.details() or "")
-            _settle(self._welcome, error=_explain(self._call.code(), details, self._address))
+            self._heard_end = True
+        except (OSError, DecodeError, TransferError) as error:
+            self._why_lost = f": {error}"
+        self._line.tell(None)
         if not self._leaving:
             self._end(self._lost())
+        # Until the coordinator has heard the last word and hangs up: it must not get lost.
+        self._session.skip()
 
     def _listen(self) -> Iterator[bytes]:
-        for frame in self._call:
+        for frame in self._line.frames():
             self._heard_at = time.monotonic()
-            self._reached = True
             yield frame
 
     def _take(self, message: pb.FromCoordinator) -> None:
@@ -308,7 +375,7 @@ class Coordinator(Coordination):
             _settle(gathered.missing, ranks)
 
     def _lost(self) -> RunAborted:
-        return RunAborted(f"lost the coordinator (rank 0 at {self._address})")
+        return RunAborted(f"lost the coordinator (rank 0 at {self._address}){self._why_lost}")
 
     def _end(self, error: RunAborted) -> None:
         """The run is over for this rank: every wait raises `error`. The first error stays."""
@@ -334,6 +401,10 @@ class Coordinator(Coordination):
             return
         for callback in callbacks:
             callback(error)
+
+
+def _thread(run: Callable[[], None], name: str) -> threading.Thread:
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 def _ping() -> pb.ToCoordinator:
@@ -362,13 +433,20 @@ def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
     return say_news
 
 
-def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
-    """Why a stream ended before the coordinator answered: a `JoinError`, or `_NotThere` where it
-    may still come up.
+def _explain(error: Exception, address: str) -> Exception:
+    """Why no stream was opened: a `JoinError`, or `_NotThere` where the coordinator may still come
+    up.
     """
+    cause = error.__cause__
+    if isinstance(error, TimeoutError):
+        return _NotThere("no answer")
+    if not isinstance(cause, grpc.RpcError):
+        return JoinError(f"what listens at {address} is not dpipe's coordinator: {error}")
+    assert isinstance(cause, grpc.Call)
+    details = visible(cause.details() or "")
     reason = re.sub(r"^(?:[A-Z_]+: )?(?:ipv[46]:\S+: )?", "", details.rpartition("last error: ")[2])
-    match code:
-        case grpc.StatusCode.UNAUTHENTICATED:
+    match cause.code():
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.FAILED_PRECONDITION:
             return JoinError(f"the coordinator at {address} refused this rank: {reason}")
         case grpc.StatusCode.UNIMPLEMENTED:
             return JoinError(

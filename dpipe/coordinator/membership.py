@@ -122,10 +122,7 @@ class Membership:
 
     def _objection(self, join: pb.Join) -> str | None:
         if join.protocol != PROTOCOL:
-            return (
-                f"it speaks protocol {join.protocol}, the coordinator {PROTOCOL}; install one "
-                "dpipe version everywhere"
-            )
+            return other_protocol(join.protocol)
         if join.world_size != self._world_size:
             return f"it is one of {join.world_size} ranks, the coordinator has {self._world_size}"
         if not 0 <= join.rank < self._world_size:
@@ -154,7 +151,7 @@ class Membership:
             self._complete = True
             ranks = range(self._world_size)
             addresses = [
-                pb.Address(advertised=_advertised(self.members[rank].join)) for rank in ranks
+                pb.Address(advertised=advertised(self.members[rank].join)) for rank in ranks
             ]
             self._tell_all(pb.FromCoordinator(welcome=pb.Welcome(addresses=addresses)))
 
@@ -272,7 +269,14 @@ def _abort(reason: str) -> pb.FromCoordinator:
     return pb.FromCoordinator(abort=pb.Abort(reason=reason[:REASON_CHARACTERS]))
 
 
-def _advertised(join: pb.Join) -> str | None:
+def other_protocol(protocol: int) -> str:
+    return (
+        f"it speaks protocol {protocol}, the coordinator {PROTOCOL}; install one dpipe version "
+        "everywhere"
+    )
+
+
+def advertised(join: pb.Join) -> str | None:
     return join.advertised if join.HasField("advertised") else None
 
 

@@ -1,29 +1,50 @@
 """`CoordinatorServer`: the streams of all ranks around one `Membership`, in rank 0's process.
 
-rank 1 ══stream══ reader thread ──┐   one lock     ┌── outbox ── gRPC's thread ══stream══ rank 1
-rank 2 ══stream══ reader thread ──┼─▶ Membership ──┼── outbox ── gRPC's thread ══stream══ rank 2
-                  clock thread  ──┘                └── ...
+rank 1 ══session══ reader thread ──┐   one lock     ┌── outbox ── writer thread ══session══ rank 1
+rank 2 ══session══ reader thread ──┼─▶ Membership ──┼── outbox ── writer thread ══session══ rank 2
+                   clock thread  ──┘                └── ...
+
+A stream that breaks is dialled again by its rank. Meanwhile a thread looks whether the rank's
+process still takes connections: one that died refuses them, where its machine lives.
 """
 
+import hmac
+import logging
 import math
-import queue
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from dpipe.coordinator.frame import METHOD, assemble, cut
+from dpipe.coordinator.frame import METHOD, PROTOCOL, assemble
 from dpipe.coordinator.limits import TO_COORDINATOR, UNREAD_MESSAGES, check
-from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Member, Membership, host_of
-from dpipe.errors import DpipeError
+from dpipe.coordinator.line import GONE_S, Line
+from dpipe.coordinator.membership import (
+    SYMPTOM_GRACE_S,
+    Member,
+    Membership,
+    advertised,
+    host_of,
+    other_protocol,
+)
+from dpipe.errors import DpipeError, JoinError, TransferError
+from dpipe.session.frames import Frames
+from dpipe.session.grpc_stream import SECRET_BYTES, GrpcStream, hello_of
+from dpipe.session.session import LinkSession
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import coordinator_pb2 as pb
+from dpipe.wire.v1.transport_pb2 import Greeting
 
-MessageQueue = queue.SimpleQueue[pb.FromCoordinator | None]
-
+LOG = logging.getLogger("dpipe")
 _NO_SECURITY = Security()
+_WATCHES = 64  # looks at each stream in `heartbeat_s`
+_LOOK_S = 0.1  # between looks for a rank whose stream broke, and for each
+_LAST_WORD_S = 1.0  # for a rank to take what it was told last
 _STRANGERS = 16  # streams at once beyond one a rank; each holds a thread
 _STOP_S = 2.0  # for streams that are still open, and for each thread
 
@@ -54,13 +75,14 @@ class CoordinatorServer:
             world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic()
         )
         self._lock = threading.Condition()  # guards the membership; notified when a stream ends
-        self._num_streams = 0
-        self._readers: set[threading.Thread] = set()
+        self._heartbeat_s = heartbeat_s
+        self._guests: set[_Guest] = set()  # whose streams, or sessions, are open
+        self._threads: set[threading.Thread] = set()
         self._on_upload = on_upload
         self._stopped = threading.Event()
         self._clock = threading.Thread(
             target=self._tick,
-            args=(min(heartbeat_s / 4, join_s / 4, SYMPTOM_GRACE_S / 2),),
+            args=(min(heartbeat_s / _WATCHES, join_s / 4, SYMPTOM_GRACE_S / 2),),
             name="coordinator clock",
         )
         # One stream a rank for everything: what it says is in order, and where the stream breaks
@@ -86,75 +108,151 @@ class CoordinatorServer:
         with self._lock:
             if not self._membership.complete:
                 self._membership.end("the coordinator (rank 0) stopped before all ranks had joined")
-            if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
+            if not self._lock.wait_for(lambda: not self._guests, wait_s):
                 self._membership.end(
                     "the coordinator (rank 0) stopped while other ranks were still at work"
                 )
+            self._lock.wait_for(lambda: not self._guests, _LAST_WORD_S)
+            guests = tuple(self._guests)
         self._stopped.set()
+        for guest in guests:
+            guest.line.session.close("the coordinator has stopped")
         self._server.stop(_STOP_S).wait(2 * _STOP_S)
         with self._lock:
-            threads = [self._clock, *self._readers]
+            threads = [self._clock, *self._threads]
         for thread in threads:
             thread.join(_STOP_S)
 
     def _tick(self, interval_s: float) -> None:
+        watched_at = stopped_until = beat_at = time.monotonic()
         while not self._stopped.wait(interval_s):
+            now = time.monotonic()
+            # Late: this process was stopped, and what came meanwhile is unread.
+            if now - watched_at > 2 * interval_s:
+                stopped_until = now
+            watched_at = now
+            beats = now >= beat_at
             with self._lock:
-                self._membership.tick(time.monotonic())
+                self._membership.tick(now)
+                guests = tuple(self._guests)
                 # A sign of life, also while an upload keeps the reader busy.
-                for member in self._membership.members.values():
+                for member in self._membership.members.values() if beats else ():
                     member.tell(pb.FromCoordinator())
+            if beats:
+                beat_at = now + self._heartbeat_s / 4
+            for guest in guests:
+                guest.line.session.watch(now, stopped_until)
+
+    # Streams
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One rank's stream: a thread reads it, this generator writes it."""
-        # Between the two threads of a stream: whoever tells this rank something never waits for it.
-        outbox: MessageQueue = queue.SimpleQueue()
-        reader = threading.Thread(
-            target=self._read,
-            args=(frames, context.peer(), outbox),
-            name="coordinator reader",
-            daemon=True,
-        )
-        with self._lock:
-            self._num_streams += 1
-            self._readers = {other for other in self._readers if other.is_alive()} | {reader}
-            reader.start()
+        """One stream of a rank, its first or another: gRPC's thread writes it."""
+        hello, secret = hello_of(context)
+        stream = GrpcStream()
+        stream.carry(context, frames)
         try:
-            # No timeout: the reader ends with the stream, by keep-alive at the latest, and puts
-            # None.
-            while (message := outbox.get()) is not None:
-                yield from cut(message)
-        finally:
-            with self._lock:
-                self._num_streams -= 1
-                self._lock.notify_all()
+            if hello.protocol != PROTOCOL:
+                raise JoinError(other_protocol(hello.protocol))
+            if hello.resumes:
+                guest = self._guest_of(hello.from_rank, secret)
+                state = guest.detach(hello.received)
+            else:
+                guest = self._new_guest(hello.from_rank, context.peer())
+                state = Greeting(secret=guest.line.session.secret)
+        except DpipeError as refusal:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
+        # First: the rank may dial again before gRPC has found out that it sent the greeting.
+        if hello.resumes:
+            self._go_on(guest, stream, hello.received, state.received)
+        else:
+            self._begin(guest, stream)
+        state.hello.CopyFrom(hello)
+        yield state.SerializeToString()
+        yield from stream.outgoing()
 
-    def _read(self, frames: Iterator[bytes], peer: str, outbox: MessageQueue) -> None:
-        guest = _Guest(peer, outbox)
+    def _new_guest(self, rank: int, peer: str) -> "_Guest":
+        guest = _Guest(rank, peer, self._heartbeat_s)
+        guest.on_break = lambda: self._spawn(partial(self._look_for, guest), "coordinator looks")
+        return guest
+
+    def _begin(self, guest: "_Guest", stream: GrpcStream) -> None:
+        with self._lock:
+            self._guests.add(guest)
+        guest.line.start(stream)
+        self._spawn(partial(self._read, guest), "coordinator reader")
+
+    def _guest_of(self, rank: int, secret: bytes) -> "_Guest":
+        """Who goes on with a session. Raises `JoinError` for anybody else."""
+        with self._lock:
+            guests = tuple(self._guests)
+        for guest in guests:
+            is_same = hmac.compare_digest(guest.line.session.secret, secret)
+            if is_same and guest.rank == rank:
+                return guest
+        raise JoinError("this is not the end that opened this stream, or the run is over")
+
+    def _go_on(self, guest: "_Guest", stream: GrpcStream, arrived: int, told: int) -> None:
+        session = guest.line.session
+        try:
+            session.attach(Frames(stream), arrived, told)
+        except (OSError, DpipeError):
+            return stream.give_up()
+        LOG.warning(
+            "the connection of rank %d with the coordinator broke (%s); it was dialled again and "
+            "goes on",
+            guest.rank,
+            session.why,
+        )
+        # Not by this thread, which hands to gRPC what that one writes.
+        self._spawn(session.send_again, "coordinator sends again")
+
+    def _look_for(self, guest: "_Guest") -> None:
+        """End the session of a rank that is gone, before all the time has passed in which it could
+        dial again.
+        """
+        session = guest.line.session
+        broke_at = time.monotonic()
+        while session.awaits_another() and not self._stopped.wait(_LOOK_S):
+            if session.fell_silent and guest.member and not guest.address:
+                return  # it may be stopped
+            gone = _is_refused(guest.address) if guest.address else True
+            patience_s = GONE_S if guest.address else session.silence_s
+            if gone and time.monotonic() - broke_at > patience_s:
+                session.close(f"{session.why}, and nothing listens there any more")
+
+    def _spawn(self, run: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads = {other for other in self._threads if other.is_alive()} | {thread}
+            thread.start()
+
+    def _read(self, guest: "_Guest") -> None:
         why = "its process ended or its connection broke"
         try:
-            for message in assemble(guest.listen(frames), pb.ToCoordinator, guest.most_bytes):
+            for message in assemble(guest.listen(), pb.ToCoordinator, guest.most_bytes):
                 check(message)
                 self._take(message, guest)
                 guest.refuse_deaf()
-        except grpc.RpcError:
-            pass  # the stream broke: `why` says it
-        except DecodeError as error:
+        except OSError:
+            pass  # the session is over: `why` says it
+        except (DecodeError, TransferError) as error:
             with self._lock:
                 if guest.member:
                     self._membership.put_out(guest.member, str(error))
-        finally:
-            with self._lock:
-                if guest.member:
-                    self._membership.broken(guest.member, why)
-            outbox.put(None)
+        with self._lock:
+            if guest.member:
+                self._membership.broken(guest.member, why)
+        guest.end()
+        with self._lock:
+            self._guests.discard(guest)
+            self._lock.notify_all()
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
         """One message. Outside the lock: pings, which measure time, and uploads, which take it."""
         kind = message.WhichOneof("kind")
         if kind == "ping":
             pong = pb.Pong(sent_ns=message.ping.sent_ns, clock_ns=time.perf_counter_ns())
-            guest.outbox.put(pb.FromCoordinator(pong=pong))
+            guest.line.tell(pb.FromCoordinator(pong=pong))
         elif kind == "upload" and guest.member:
             self._store(guest.member, message.upload)
         else:
@@ -164,7 +262,7 @@ class CoordinatorServer:
     def _decide(self, message: pb.ToCoordinator, guest: "_Guest", now: float) -> None:
         kind = message.WhichOneof("kind")
         if kind == "join" and guest.member is None:
-            guest.member = self._membership.join(message.join, guest.peer, guest.outbox.put, now)
+            guest.member = self._membership.join(message.join, guest.peer, guest.line.tell, now)
             return
         if guest.member is None:
             raise DecodeError(f"{kind} from {host_of(guest.peer)} before it joined")
@@ -202,12 +300,22 @@ class CoordinatorServer:
 
 
 class _Guest:
-    """The other end of a stream; `member` once it has joined."""
+    """The other end of a session; `member` once it has joined."""
 
-    def __init__(self, peer: str, outbox: MessageQueue) -> None:
+    def __init__(self, rank: int, peer: str, heartbeat_s: float) -> None:
+        self.rank = rank  # as it says
         self.peer = peer
-        self.outbox = outbox
         self.member: Member | None = None
+        self.on_break: Callable[[], None] = lambda: None
+        session = LinkSession(heartbeat_s, on_break=lambda: self.on_break())
+        session.secret = secrets.token_bytes(SECRET_BYTES)
+        self.line = Line[pb.FromCoordinator](session, "coordinator writer")
+
+    @property
+    def address(self) -> str | None:
+        """Where its process takes connections, if anywhere."""
+        address = None if self.member is None else advertised(self.member.join)
+        return None if address is None or address.endswith(":0") else address
 
     def most_bytes(self, kind: str) -> int:
         """Of a message; one that has not joined has nothing to say that is larger than a join."""
@@ -217,12 +325,37 @@ class _Guest:
 
     def refuse_deaf(self) -> None:
         """Raises `DecodeError` where it asks on and on, and reads no answer."""
-        if self.outbox.qsize() > UNREAD_MESSAGES:
-            raise DecodeError(f"more, with {self.outbox.qsize()} answers that it has not read")
+        if self.line.num_unsent > UNREAD_MESSAGES:
+            raise DecodeError(f"more, with {self.line.num_unsent} answers that it has not read")
 
-    def listen(self, frames: Iterator[bytes]) -> Iterator[bytes]:
+    def listen(self) -> Iterator[bytes]:
         """The frames, each noted as a sign of life, so that a long upload is one too."""
-        for frame in frames:
+        for frame in self.line.frames():
             if self.member:
                 self.member.heard_at = time.monotonic()
             yield frame
+
+    def detach(self, arrived: int) -> Greeting:
+        """Let go of its stream: it dials again, and has received so many bytes."""
+        session = self.line.session
+        session.check_arrived(arrived)
+        return Greeting(received=session.detach(), stalled=session.stalled)
+
+    def end(self) -> None:
+        """Let the writer say what is queued, then hang up."""
+        self.line.tell(None)
+        self.line.wait_for_writer(_LAST_WORD_S)
+        self.line.session.close()
+        self.line.join(_STOP_S)
+
+
+def _is_refused(address: str) -> bool:
+    """Whether a host answers at once that nobody listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _LOOK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False

@@ -30,6 +30,7 @@ from dpipe.errors import TransferError
 from dpipe.ranks import ParallelRanks
 from dpipe.report.metrics import Metrics
 from dpipe.report.processor_time import cpu_now
+from dpipe.report.timers import Timers
 from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
@@ -40,7 +41,6 @@ from dpipe.store.identity import RunIdentity
 from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
 from dpipe.timeline.span import Lane
-from dpipe.timeline.timers import Timers
 from dpipe.wire.schema import Schema
 
 LOG = logging.getLogger("dpipe")

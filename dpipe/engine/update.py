@@ -125,7 +125,7 @@ class Update:
     `gather(key, payload)` exchanges bytes with every rank. A verdict that no step waits for is read
     `lag` steps later, so that no rank is held back by one that is that far behind. With `rejects`
     a verdict that names some replicas, not all, is followed by an exchange and a vote without them.
-    `timed(name)` is around each part of a step (`timeline/timers.py`).
+    `timed(name)` is around each part of a step (`report/timers.py`).
     """
 
     def __init__(

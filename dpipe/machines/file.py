@@ -109,7 +109,10 @@ def save_machines(cluster: Cluster, path: str | Path, comments: Iterable[str] = 
     """Write the file, with `comments` on top; one that is there is replaced as a whole, so that no
     reader sees a part.
     """
-    lines = [f"# {line}\n" for comment in comments for line in comment.splitlines()]
+    lines = []
+    for comment in comments:
+        for line in comment.splitlines():
+            lines.append(f"# {line}\n")
     path = Path(path)
     part = path.with_name(path.name + ".part")
     part.write_text("".join(lines) + dump_machines(cluster), encoding="utf-8")

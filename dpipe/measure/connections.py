@@ -38,6 +38,7 @@ _GREETING_S = 5.0  # for a dialler to say who it is
 _WAKE_S = 1.0
 _DIALLERS = 32  # threads
 _STRANGERS = 64  # diallers at once that have not said who they are
+_REASON_CHARACTERS = 500
 _SILENT_S = 20.0  # after which the kernel breaks a connection whose other end answers nothing
 
 
@@ -195,7 +196,8 @@ class Connections:
         except TimeoutError:
             return f"rank {peer} at {address} does not answer"
         except (OSError, ValueError, DpipeError) as error:
-            return visible(f"rank {peer} at {address}: {reason_of(error)}")
+            # A peer may say what it likes, and as long as it likes.
+            return visible(f"rank {peer} at {address}: {reason_of(error)}"[:_REASON_CHARACTERS])
         return ""
 
     # Being dialled

@@ -17,6 +17,7 @@ from dpipe.plan.run_plan import local_device
 
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_LONGEST_NAME = 90
 _NOT_IN_A_NAME = re.compile(r"[^\w.:-]+")
 
 
@@ -31,7 +32,7 @@ def describe_this_machine(
     times = time_layers(config, micro_batch_sizes)
     on_gpu = device.startswith("cuda")
     return MachineReport(
-        name=name or _NOT_IN_A_NAME.sub("-", socket.gethostname()) or "machine",
+        name=name or _name_of(socket.gethostname()),
         device=f"cuda {torch.cuda.get_device_name(device)}" if on_gpu else "cpu",
         cores=len(os.sched_getaffinity(0)),
         devices=torch.cuda.device_count() if config.node.device == "cuda" else 1,
@@ -39,6 +40,10 @@ def describe_this_machine(
         price_per_hour=price_per_hour,
         layers=[LayerReport(**asdict(layer)) for layer in times],
     )
+
+
+def _name_of(host: str) -> str:
+    return _NOT_IN_A_NAME.sub("-", host)[:_LONGEST_NAME] or "machine"
 
 
 def free_bytes(device: str) -> int:

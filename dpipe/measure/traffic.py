@@ -22,18 +22,19 @@ from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
 from dpipe.measure.notes import NOT_YET, Note, NoteKind
 from dpipe.measure.tcp_info import counts, queued_bytes
-from dpipe.network.link import PAYLOAD_SHARE
 from dpipe.session.session import reason_of
 
-_CHUNK = bytes(64 << 10)
+_CHUNK = memoryview(bytes(64 << 10))
+_FEWEST_WRITTEN = 4 << 10
 # A record of TLS: of one that is not through when a stream ends, nothing arrives before the next
 # stream writes it again. Of a longer chunk some records would, uncounted.
-_TLS_CHUNK = bytes(16 << 10)
+_TLS_CHUNK = _CHUNK[: 16 << 10]
 _SINK = bytearray(1 << 20)
 _READS = 64  # of one connection in a row
 _SLICE_S = 0.05  # at least: shorter ones show how threads are scheduled
 _FEWEST_IN_FLIGHT = 512 << 10  # bytes, while nothing is known of the link
-_ROUND_TRIPS_IN_FLIGHT = 2.5  # 2 let the rate double each round trip
+_RISING_IN_FLIGHT = 2.5  # round trips' worth: 2 let the rate double each round trip
+_STEADY_IN_FLIGHT = 1.5
 _LATE_S = 0.02  # by which this thread may be woken late
 _STEADY_SLICES = 4
 _STEADY_SHARE = 0.05  # by which steady slices differ at most
@@ -90,10 +91,8 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def gbps(bytes_per_s: float) -> float:
-    """Gbit/s of the interface that carries so much payload in full Ethernet frames: what the
-    profile of a network says.
-    """
-    return bytes_per_s * 8e-9 / PAYLOAD_SHARE
+    """Of messages, without the headers of packets: what a file of machines says."""
+    return bytes_per_s * 8e-9
 
 
 class Outflow:
@@ -147,11 +146,20 @@ class Outflow:
     def _is_over(self, now: float) -> bool:
         assert self._began is not None
         if self._ends_slice(now):
-            in_flight_s = _ROUND_TRIPS_IN_FLIGHT * self._round_trip_s + _LATE_S
-            self._window_bytes = max(_FEWEST_IN_FLIGHT, max(self.meter.rates()) * in_flight_s)
+            self._window_bytes = self._bytes_in_flight()
             if self._until_steady and self.meter.steady_rate() is not None:
                 return True
         return now - self._began >= self._lasts_s
+
+    def _bytes_in_flight(self) -> float:
+        """That fill the link, and let the rate grow where it still does."""
+        *before, last = self.meter.rates()
+        best = max([last, *before])
+        round_trips = _STEADY_IN_FLIGHT
+        if last >= _RISING * max(before, default=0.0):
+            round_trips = _RISING_IN_FLIGHT
+        in_flight_s = round_trips * self._round_trip_s + _LATE_S
+        return max(_FEWEST_IN_FLIGHT, best * in_flight_s)
 
     def _ends_slice(self, now: float) -> bool:
         """Whether a slice has ended: with an acknowledgement, since they come in bursts, of which a
@@ -170,9 +178,12 @@ class Outflow:
     def _fill(self, sock: socket.socket) -> bool:
         """Whether its share of the window is in flight; False where its buffer holds no more."""
         share = self._window_bytes / len(self._sockets)
-        chunk = _TLS_CHUNK if isinstance(sock, ssl.SSLSocket) else _CHUNK
         try:
-            while queued_bytes(sock) < share:
+            while (room := share - queued_bytes(sock)) > 0:
+                if isinstance(sock, ssl.SSLSocket):
+                    chunk = _TLS_CHUNK
+                else:
+                    chunk = _CHUNK[: max(_FEWEST_WRITTEN, math.ceil(room))]
                 self._written += sock.send(chunk)
         except NOT_YET:
             return False

@@ -4,7 +4,7 @@ from typing import Literal
 
 from dpipe.config.load import Config
 from dpipe.machines.file import lists_machines, load_machines
-from dpipe.machines.seats import network_of, seats_in_order
+from dpipe.machines.seats import Seats, message_network_of, seats_in_order
 from dpipe.network.link import Network
 from dpipe.network.profile import load_network
 
@@ -16,6 +16,7 @@ def configured_network(config: Config, profile: str | None) -> Network:
         config.transport.connections,
         headers=config.counts_headers,
         devices_per_seat=config.ranks_per_machine,
+        seats=config.predict.seats,
     )
 
 
@@ -25,16 +26,17 @@ def assumed_network(
     *,
     headers: bool = False,
     devices_per_seat: int = 1,
+    seats: Seats = (),
 ) -> Network:
     """The network of `profile`, or loopback without one, with `connections` TCP connections a link.
 
     With `headers` the profile's rates include packet headers, so messages get less than these. A
-    `machines.toml` may stand for a profile: its ranks sit in the order of the file, and its rates
-    are those of messages, as they are measured.
+    `machines.toml` may stand for a profile: its ranks sit on `seats`, or in the order of the file,
+    and its rates are those of messages, as they are measured.
     """
     if profile and lists_machines(profile):
         cluster = load_machines(profile)
-        network = network_of(cluster, seats_in_order(cluster, devices_per_seat))
+        network = message_network_of(cluster, seats or seats_in_order(cluster, devices_per_seat))
     else:
         network = load_network(profile) if profile else Network()
         if profile and headers:
@@ -44,4 +46,4 @@ def assumed_network(
 
 def connections_of(config: Config) -> int:
     """How many TCP connections a link of the run has."""
-    return assumed_network(config.network_profile, config.transport.connections).connections
+    return configured_network(config, config.network_profile).connections

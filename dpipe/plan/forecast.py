@@ -31,10 +31,11 @@ from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import exchange, silent
-from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
+from dpipe.schedule.generate import AUTO, evaluation, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.size import num_messages
+from dpipe.schedule.text import from_csv
 from dpipe.search.auto import first_fit, search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
@@ -89,6 +90,8 @@ def choose_schedule(
     """The configured schedule; "auto" searches for the fastest."""
     pipeline = config.pipeline
     microbatches = config.train.num_microbatches
+    if pipeline.programs:
+        return _stated_order(config)
     if pipeline.schedule == AUTO:
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
@@ -106,6 +109,20 @@ def choose_schedule(
     )
 
 
+def _stated_order(config: Config) -> Schedule:
+    """Raises `ConfigError` for one of another number of stages or micro-batches."""
+    pipeline = config.pipeline
+    order = from_csv("\n".join(pipeline.programs), f"{AUTO}: as planned")
+    sizes = order.num_stages, order.num_microbatches
+    if sizes != (pipeline.stages, config.train.num_microbatches):
+        raise ConfigError(
+            f"pipeline.programs are of {order.num_stages} stages and {order.num_microbatches} "
+            f"micro-batches, but pipeline.stages is {pipeline.stages} and train.num_microbatches "
+            f"{config.train.num_microbatches}; leave them out, or plan again"
+        )
+    return order
+
+
 def without_search(
     config: Config,
     cost: Cost,
@@ -114,10 +131,10 @@ def without_search(
     stages: Stages = (),
     ballots: Network | None = None,
 ) -> Schedule:
-    """As `choose_schedule`, but "auto" gives its first candidate, which places the stages alike: a
-    search takes seconds.
+    """As `choose_schedule`, but "auto" gives its first candidate: a search takes seconds. In it a
+    rank has a link to every rank that it has one to in what a search finds.
     """
-    if config.pipeline.schedule != AUTO:
+    if config.pipeline.schedule != AUTO or config.pipeline.programs:
         return choose_schedule(config, cost, network, replicas, stages, ballots)
     return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
 
@@ -161,7 +178,7 @@ def forecast(
     return Forecast(
         split=cut,
         schedule=schedule,
-        eval_schedule=_eval_schedule(config),
+        eval_schedule=evaluation_schedule(schedule),
         cost=cost,
         network=network,
         timeline=timeline,
@@ -260,9 +277,9 @@ def _lowered(order: Schedule, cost: Cost, replicas: Replicas | None) -> Schedule
     return schedule
 
 
-def _eval_schedule(config: Config) -> Schedule:
-    pipeline = config.pipeline
-    forward = forward_only(pipeline.stages, config.train.num_microbatches, pipeline.stages_per_rank)
+def evaluation_schedule(training: Schedule) -> Schedule:
+    """For stages that live where they train."""
+    forward = evaluation(training.rank_of_stage, training.num_microbatches)
     schedule = lower(forward, step=False)
     check(schedule)
     return schedule

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -45,8 +46,46 @@ def _held_bytes(run_plan: RunPlan, rank: int) -> int:
 def _machine_bytes(device: str) -> tuple[int, str]:
     """What `device` stands for here, and what it is."""
     if device.startswith("cpu"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memory is"
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = cgroup_limit()
+        if limit is not None and limit < physical:
+            return limit, "memory is limited (by its cgroup) to"
+        return physical, "memory is"
     # "cuda" is shared out among all GPUs here; a numbered one is meant alone.
     gpus = range(torch.cuda.device_count()) if device == "cuda" else [torch.device(device)]
     total = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     return total, "GPUs have"
+
+
+def cgroup_limit(root: Path = Path("/")) -> int | None:
+    """The bytes that the control groups of this process let it have, as a container or a batch
+    system sets them; None where they set none. `root` is where /proc and /sys are.
+    """
+    limits = []
+    for line in _lines(root / "proc/self/cgroup"):
+        # "0::/path" in version 2; in version 1 one line for each hierarchy, "7:memory:/path".
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            limits += _limits_above(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits_above(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _limits_above(mount: Path, path: str, name: str) -> list[int]:
+    """Of a group and all that it is in. A container may see only the last of them, as the root."""
+    groups = PurePosixPath("/", path.lstrip("/"))
+    limits = []
+    for group in (groups, *groups.parents):
+        # "max" where there is none; version 1 has a huge number.
+        limits += [
+            int(line) for line in _lines(mount / str(group).lstrip("/") / name) if line != "max"
+        ]
+    return limits
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -45,7 +45,8 @@ def placement_of(config: Config) -> Placement | None:
     if path is None:
         return None
     cluster = load_machines(path)
-    seats = seats_in_order(cluster, config.ranks_per_machine)
+    refuse_times_of_other_model(config, cluster)
+    seats = config.predict.seats or seats_in_order(cluster, config.ranks_per_machine)
     num_ranks = config.num_machines
     if len(seats) < num_ranks:
         of_group = ""
@@ -58,6 +59,23 @@ def placement_of(config: Config) -> Placement | None:
     seats = seats[:num_ranks]
     cluster.check_links(dict.fromkeys(seats))
     return Placement(cluster, seats)
+
+
+def refuse_times_of_other_model(config: Config, cluster: Cluster) -> None:
+    """Raises `ConfigError` where layers were measured with another model, or at another precision.
+    What a file written by hand says is believed.
+    """
+    measured = cluster.measured
+    has_times = any(machine.layers for machine in cluster.machines)
+    if measured is None or not has_times or not config.model.family.computes:
+        return
+    if measured.model != config.layers_digest():
+        raise ConfigError(
+            f"the layers in {cluster.name} were measured with another model or precision: "
+            f"[measured] model is {measured.model}, that of the job is {config.layers_digest()}; "
+            "measure with this job (dpipe measure), or take [measured] out of the file if the "
+            "times hold for it as well"
+        )
 
 
 def costs_on(
@@ -80,8 +98,12 @@ def costs_on(
 
 def _of_stages(by_machine: Mapping[str, Cost], names: Sequence[str]) -> Cost:
     """Of one replica, whose ranks are on the machines `names`; stages are dealt out in turn."""
+    # What is sent and held does not depend on the machine.
     any_of_them = by_machine[names[0]]
-    costs = [by_machine[names[stage % len(names)]] for stage in range(any_of_them.num_stages)]
+    costs = []
+    for stage in range(any_of_them.num_stages):
+        name = names[stage % len(names)]
+        costs.append(by_machine[name])
     return replace(
         any_of_them,
         forward_us=tuple(cost.forward_us[stage] for stage, cost in enumerate(costs)),
@@ -123,7 +145,7 @@ def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCost
         )
     size = config.microbatch_size
     kinds = layer_kinds(config, len(layers.forward_s))
-    measured = [machine.layer_time(kind, size) for kind in kinds]
+    measured = [_measured(machine, kind, size) for kind in kinds]
     forward_s = tuple(layer.forward_ms / 1e3 for layer in measured)
     # Attention cores are not timed apart from their block: by their share of its operations.
     core_s = []
@@ -136,6 +158,44 @@ def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCost
         core_s=tuple(core_s),
         input_s=tuple(_half_ms(layer, layer.backward_input_ms) / 1e3 for layer in measured),
         weight_s=tuple(_half_ms(layer, layer.backward_weight_ms) / 1e3 for layer in measured),
+    )
+
+
+def _measured(machine: Machine, kind: str | int, size: int) -> LayerTime:
+    """What lies on the line through the two nearest sizes that were measured, or as much more as
+    the micro-batch is larger than the only one. Raises `ProfileError` where none was.
+    """
+    layers = [layer for layer in machine.layers if layer.kind == kind]
+    layers.sort(key=lambda layer: abs(layer.micro_batch_size - size))
+    if not layers or layers[0].micro_batch_size == size:
+        return machine.layer_time(kind, size)
+    first = layers[0]
+    if len(layers) == 1:
+        return _scaled(first, size / first.micro_batch_size, size)
+    second = layers[1]
+    step = second.micro_batch_size - first.micro_batch_size
+    share = (size - first.micro_batch_size) / step
+    backward_ms = _on_line(first.backward_ms, second.backward_ms, share)
+    by = backward_ms / first.backward_ms if first.backward_ms else 1.0
+    forward_ms = _on_line(first.forward_ms, second.forward_ms, share)
+    # The halves of a split backward pass as they were at the nearest size.
+    return replace(_scaled(first, by, size), forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+def _on_line(first: float, second: float, share: float) -> float:
+    return max(0.0, first + (second - first) * share)
+
+
+def _scaled(layer: LayerTime, by: float, size: int) -> LayerTime:
+    input_ms = layer.backward_input_ms
+    weight_ms = layer.backward_weight_ms
+    return replace(
+        layer,
+        micro_batch_size=size,
+        forward_ms=layer.forward_ms * by,
+        backward_ms=layer.backward_ms * by,
+        backward_input_ms=None if input_ms is None else input_ms * by,
+        backward_weight_ms=None if weight_ms is None else weight_ms * by,
     )
 
 

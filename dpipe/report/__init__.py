@@ -7,6 +7,7 @@ rows.py         rows of metrics on their way from rank 0 to the process that lau
 pace.py         how far a bench is and how long it will take; the minute of `--quick`
 summary.py      the summary that rank 0 prints at the end of a run
 processor_time.py  where the processor time of a rank's steps went
+timers.py       where a rank's time goes, by the names of Megatron-LM's timers
 trace.py        the last steps' spans of every rank beside the prediction; the Chrome trace
 trace_file.py   what the files of a trace may hold
 

@@ -129,7 +129,8 @@ def _peers(run_plan: RunPlan, rank: int) -> set[int]:
     """The ranks that this one has links to."""
     config = run_plan.config
     here = config.ranks_of(rank)
-    # Of a schedule that rank 0 finds later as well: it places the stages alike.
+    # Enough for a schedule that rank 0 finds later: it places the stages alike or, as "zb-v" does,
+    # so that each rank has fewer neighbours.
     stages = neighbours(run_plan.forecast.schedule, here.pp_rank)
     across_replicas = not config.data_parallel.active_kind.has_server
     peers = here.peers(stages, across_replicas=across_replicas)
@@ -143,7 +144,8 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     Only rank 0 searches: ranks that share a machine's cores would take many times as long.
     """
     config = run_plan.config
-    if config.pipeline.split != "measured" and config.pipeline.schedule != AUTO:
+    searches = config.pipeline.schedule == AUTO and not config.pipeline.programs
+    if config.pipeline.split != "measured" and not searches:
         return run_plan
     decision = None  # the others' part: they draft again from what rank 0 decides
     if coordinator.rank == 0:

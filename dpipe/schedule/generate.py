@@ -2,10 +2,11 @@
 
 In every schedule each stage runs its forwards, its backwards and its weight gradients in
 micro-batch order, so that gradients add up in one order whatever the plan. Stage s lives on rank s
-% num_ranks. The pictures are `draw()`'s, one slot an action: they show order and dependence, not
-time. `tests/schedule/test_schedule_generate.py` draws them again.
+% num_ranks, but for `zb_v`. The pictures are `draw()`'s, one slot an action: they show order and
+dependence, not time. `tests/schedule/test_schedule_generate.py` draws them again.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,11 +34,20 @@ class Generator:
     takes: frozenset[str] = frozenset()  # of "stages_per_rank", "in_flight", "memory_limit"
     splits_backward: bool = False  # into input gradients (I) and weight gradients (W)
     needs_several_stages: bool = False  # a rank: with one a simpler schedule does the same
+    only_stages_per_rank: int | None = None  # where it can be no other number
 
     @property
     def takes_several_stages(self) -> bool:
         """Whether a rank may hold more than one stage."""
         return "stages_per_rank" in self.takes
+
+    def deals_out(self, stages_per_rank: int) -> bool:
+        """Whether it makes schedules with so many stages a rank."""
+        if self.only_stages_per_rank is not None:
+            return stages_per_rank == self.only_stages_per_rank
+        if stages_per_rank == 1:
+            return not self.needs_several_stages
+        return self.takes_several_stages
 
 
 def generate(
@@ -129,13 +139,16 @@ def forward_only(num_stages: int, num_microbatches: int, stages_per_rank: int = 
     """
     num_ranks = _ranks(num_stages, stages_per_rank)
     _at_least_one("num_microbatches", num_microbatches)
-    programs = []
-    for rank in range(num_ranks):
-        program: Program = ()
-        for stage in range(rank, num_stages, num_ranks):
-            program += _each(stage, Op.F, num_microbatches)
-        programs.append(program)
-    return _schedule("forward-only", num_microbatches, num_stages, programs)
+    return evaluation(in_turn(num_stages, num_ranks), num_microbatches)
+
+
+def evaluation(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """`forward_only` for stages that are placed already."""
+    num_ranks = max(rank_of_stage) + 1
+    programs: list[Program] = [() for _ in range(num_ranks)]
+    for stage, rank in enumerate(rank_of_stage):
+        programs[rank] += _each(stage, Op.F, num_microbatches)
+    return Schedule(num_microbatches, rank_of_stage, tuple(programs), "forward-only")
 
 
 def one_f_one_b(
@@ -231,6 +244,76 @@ def zero_bubble(
                 rank.do(op)
     programs = [tuple(rank.program) for rank in ranks]
     return _schedule("zero-bubble", num_microbatches, num_stages, programs)
+
+
+def zb_v(num_stages: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Two stages a rank, placed so that a micro-batch goes down the ranks and comes up again, with
+    the backward pass split: no bubble where F, I and W take equally long and hops nothing, in the
+    memory of 1F1B (ZB-V; Qi et al., "Pipeline Parallelism with Controllable Memory", 2024).
+
+    `stages_per_rank` is 2. The last stage lives on the first rank, so that a backward pass begins
+    where its forward pass did:
+
+        rank 0   stage 0   stage 7 (loss)
+        rank 1   stage 1   stage 6
+        rank 2   stage 2   stage 5
+        rank 3   stage 3 - stage 4
+
+    zb_v(4, 3):
+
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2  .
+        rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+    """
+    if stages_per_rank != 2:
+        raise ScheduleError(
+            f"zb-v has two stages on each rank: stages_per_rank must be 2, got {stages_per_rank}"
+        )
+    num_ranks = _ranks(num_stages, stages_per_rank)
+    _at_least_one("num_microbatches", num_microbatches)
+    programs = []
+    for rank in range(num_ranks):
+        order = _order_of_zb_v(num_ranks, rank, num_microbatches)
+        stages = rank, num_stages - 1 - rank
+        programs.append(_numbered(order, stages, num_microbatches))
+    rank_of_stage = (*range(num_ranks), *reversed(range(num_ranks)))
+    return Schedule(num_microbatches, rank_of_stage, tuple(programs), "zb-v")
+
+
+# As published, for at least as many micro-batches as fill the pipeline; those that there are not
+# are left out later.
+def _order_of_zb_v(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[tuple[int, Op]]:
+    """What `rank` does in turn: on its stage on the way down (0) or up (1), each in order of
+    micro-batches.
+    """
+    down, up = 0, 1
+    from_end = num_ranks - rank
+    filled = max(num_microbatches, 2 * num_ranks - 1)
+    yield from [(down, Op.F)] * (2 * from_end - 1)
+    yield from [(up, Op.F), (down, Op.F)] * rank
+    yield from [(up, Op.F), (up, Op.I), (up, Op.W)] * from_end
+    begun = 2 * from_end - 1 + rank  # forwards on the way down
+    for number in range(begun, begun + filled - num_ranks):
+        if number < filled:
+            yield down, Op.F
+        yield from [(down, Op.I), (down, Op.W), (up, Op.F), (up, Op.I), (up, Op.W)]
+    yield from [(down, Op.I), (up, Op.I)] * rank
+    yield from [(down, Op.I), (down, Op.W)] * from_end
+    yield from [(up, Op.W)] * rank
+    yield from [(down, Op.W)] * rank
+
+
+def _numbered(
+    order: Iterable[tuple[int, Op]], stages: tuple[int, ...], num_microbatches: int
+) -> Program:
+    """Actions of the `stages` that `order` names by position, each op in order of micro-batches."""
+    numbers: Counter[tuple[int, Op]] = Counter()
+    program = []
+    for position, op in order:
+        number = numbers[position, op]
+        numbers[position, op] += 1
+        if number < num_microbatches:
+            program.append(Action(stages[position], op, number))
+    return tuple(program)
 
 
 def split_programs(
@@ -369,8 +452,13 @@ def _each(stage: int, op: Op, num_microbatches: int) -> Program:
 def _schedule(
     name: str, num_microbatches: int, num_stages: int, programs: list[Program]
 ) -> Schedule:
-    rank_of_stage = tuple(stage % len(programs) for stage in range(num_stages))
+    rank_of_stage = in_turn(num_stages, len(programs))
     return Schedule(num_microbatches, rank_of_stage, tuple(programs), name)
+
+
+def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """By stage, its rank."""
+    return tuple(stage % num_ranks for stage in range(num_stages))
 
 
 def _ranks(num_stages: int, stages_per_rank: int) -> int:
@@ -415,8 +503,21 @@ ZERO_BUBBLE = Generator(
     takes=frozenset({"in_flight", "memory_limit"}),
     splits_backward=True,
 )
+ZB_V = Generator(
+    "zb-v",
+    zb_v,
+    takes=frozenset({"stages_per_rank"}),
+    splits_backward=True,
+    needs_several_stages=True,
+    only_stages_per_rank=2,
+)
 
 GENERATORS: Choices[Generator] = Choices(
-    "pipeline.schedule", GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE
+    "pipeline.schedule",
+    GPIPE,
+    ONE_F_ONE_B,
+    INTERLEAVED,
+    ZERO_BUBBLE,
+    ZB_V,
 )
 AUTO = "auto"  # no generator: a search among what they make, by simulation

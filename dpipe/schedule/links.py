@@ -37,7 +37,8 @@ def counterpart(action: Action, num_stages: int) -> Action:
 
 def peer(schedule: Schedule, action: Action) -> int:
     """The rank at the other end of a send or a receive."""
-    return schedule.rank_of_stage[counterpart(action, schedule.num_stages).stage]
+    other_end = counterpart(action, schedule.num_stages)
+    return schedule.rank_of_stage[other_end.stage]
 
 
 def sends_by_link(schedule: Schedule) -> dict[RankPair, list[Action]]:
@@ -68,7 +69,8 @@ def _by_link(schedule: Schedule, sending: bool) -> dict[RankPair, list[Action]]:
                 continue
             other = peer(schedule, action)
             ends = (rank, other) if sending else (other, rank)
-            links[ends].append(action)
+            link = links[ends]
+            link.append(action)
     return dict(links)
 
 

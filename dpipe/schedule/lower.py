@@ -25,6 +25,7 @@ from dpipe.schedule.links import counterpart, sends_by_link
 from dpipe.schedule.schedule import Schedule
 
 Program = tuple[Action, ...]
+_Sends = Sequence[Action]  # of one link, in their order
 
 
 def lower(
@@ -65,7 +66,8 @@ def _with_tied_sends(schedule: Schedule) -> Schedule:
     for stage in range(schedule.num_stages):
         if schedule.tied_partner(stage) is not None:
             last = _last_gradient(schedule, stage)
-            sends[last] = [Action(stage, Op.SEND_TIED)]
+            send = Action(stage, Op.SEND_TIED)
+            sends[last] = [send]
     return _inserted_after(schedule, sends)
 
 
@@ -78,31 +80,38 @@ def _with_gradients_completed(schedule: Schedule, *, reduce: bool) -> Schedule:
     ends = (0, schedule.num_stages - 1) if schedule.tied else ()
     at_once: dict[Action, list[Action]] = {}
     completed_last = []
+    reduced_last = []
     for stage in range(schedule.num_stages):
         complete = Action(stage, Op.COMPLETE)
-        if reduce and stage not in ends:
-            last = _last_gradient(schedule, stage)
-            at_once[last] = [complete, Action(stage, Op.REDUCE_GRAD)]
-        else:
+        exchange = Action(stage, Op.REDUCE_GRAD)
+        # There is no exchange that could run beside other work.
+        if not reduce:
             completed_last.append(complete)
-    reduced_last = []
-    if reduce:
-        reduced_last = [Action(complete.stage, Op.REDUCE_GRAD) for complete in completed_last]
+        elif stage in ends:
+            completed_last.append(complete)
+            reduced_last.append(exchange)
+        else:
+            last = _last_gradient(schedule, stage)
+            at_once[last] = [complete, exchange]
     with_others = _inserted_after(schedule, at_once)
-    return _appended(with_others, [*completed_last, *reduced_last])
+    return _appended(with_others, completed_last + reduced_last)
 
 
 def _with_agreement(schedule: Schedule) -> Schedule:
-    return _appended(schedule, _of_every_rank(schedule, Op.AGREE))
+    agreements = _of_every_rank(schedule, Op.AGREE)
+    return _appended(schedule, agreements)
 
 
 def _with_step(schedule: Schedule) -> Schedule:
-    steps = [Action(stage, Op.STEP) for stage in range(schedule.num_stages)]
-    return _appended(schedule, [*_of_every_rank(schedule, Op.VOTE), *steps])
+    stages = range(schedule.num_stages)
+    votes = _of_every_rank(schedule, Op.VOTE)
+    steps = [Action(stage, Op.STEP) for stage in stages]
+    return _appended(schedule, votes + steps)
 
 
 def _of_every_rank(schedule: Schedule, op: Op) -> list[Action]:
-    return [schedule.of_rank(rank, op) for rank in range(schedule.num_ranks)]
+    ranks = range(schedule.num_ranks)
+    return [schedule.of_rank(rank, op) for rank in ranks]
 
 
 # What is sent of what an action makes, and how many stages on that is.
@@ -119,35 +128,57 @@ def _with_sends(schedule: Schedule) -> Schedule:
         if action.op not in _MADE_FOR:
             continue
         op, ahead = _MADE_FOR[action.op]
-        other = action.stage + ahead
+        stage = action.stage
+        other = stage + ahead
         exists = 0 <= other < schedule.num_stages
-        if exists and schedule.hops(action.stage, other):
-            sends[action] = [Action(action.stage, op, action.microbatch)]
+        if exists and schedule.hops(stage, other):
+            send = Action(stage, op, action.microbatch)
+            sends[action] = [send]
     return _inserted_after(schedule, sends)
 
 
 def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
-    programs = schedule.programs
-    # By rank, and by the position in its program that they are posted in front of.
-    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
-    needed_at = [_needed_at(schedule, program) for program in programs]
-    computes = [_compute_positions(program) for program in programs]
+    sends_to: dict[int, list[_Sends]] = defaultdict(list)
     # Sorted, so that receives of several links at one position have one order whatever the dict's.
-    for (_, rank), sends in sorted(sends_by_link(schedule).items()):
-        end = len(programs[rank])
+    for link, sends in sorted(sends_by_link(schedule).items()):
+        _, rank = link
+        sends_to[rank].append(sends)
+    rewritten = []
+    for rank, program in enumerate(schedule.programs):
+        posts = _posts(schedule, program, sends_to[rank], ahead)
+        rewritten.append(_with_posts(program, posts))
+    return _rewritten(schedule, rewritten)
+
+
+def _posts(
+    schedule: Schedule,
+    program: Program,
+    links: Sequence[_Sends],
+    ahead: int,
+) -> Mapping[int, list[Action]]:
+    """The receives of a rank, by the position in its program that they are posted in front of."""
+    posts: dict[int, list[Action]] = defaultdict(list)
+    needed_at = _needed_at(schedule, program)
+    computes = _compute_positions(program)
+    end = len(program)
+    for sends in links:
         latest = end
         # From the last message to the first: none may be posted after the ones behind it.
         for send in reversed(sends):
             receive = counterpart(send, schedule.num_stages)
-            needed = needed_at[rank].get(receive, end)
-            latest = min(latest, _earlier(needed, computes[rank], ahead))
-            posts[rank][latest].append(receive)
-    pairs = zip(programs, posts, strict=True)
-    return _rewritten(schedule, [_with_posts(program, at) for program, at in pairs])
+            needed = needed_at.get(receive, end)
+            early = _earlier(needed, computes, ahead)
+            latest = min(latest, early)
+            posts[latest].append(receive)
+    return posts
 
 
 def _compute_positions(program: Program) -> list[int]:
-    return [position for position, action in enumerate(program) if action.op in COMPUTE]
+    positions = []
+    for position, action in enumerate(program):
+        if action.op in COMPUTE:
+            positions.append(position)
+    return positions
 
 
 def _needed_at(schedule: Schedule, program: Program) -> dict[Action, int]:
@@ -169,37 +200,42 @@ def _earlier(
     before = bisect_left(computes, position)
     if ahead == 0 or before == 0:  # right in front of its consumer
         return position
-    return min(position, computes[max(0, before - ahead)])
+    first = max(0, before - ahead)
+    return min(position, computes[first])
 
 
 def _with_posts(program: Program, posts: Mapping[int, list[Action]]) -> Program:
     rewritten: list[Action] = []
     for position in range(len(program) + 1):
-        rewritten += reversed(posts.get(position, []))  # they were found from the last to the first
+        receives = posts.get(position, [])
+        rewritten += reversed(receives)  # they were found from the last to the first
         rewritten += program[position : position + 1]
     return tuple(rewritten)
 
 
 def _last_gradient(schedule: Schedule, stage: int) -> Action:
-    return max(schedule.final_gradients(stage), key=schedule.index.__getitem__)
+    gradients = schedule.final_gradients(stage)
+    return max(gradients, key=schedule.index.__getitem__)
 
 
 def _inserted_after(schedule: Schedule, additions: Mapping[Action, Sequence[Action]]) -> Schedule:
-    def rewrite(program: Program) -> Program:
+    programs = []
+    for program in schedule.programs:
         rewritten: list[Action] = []
         for action in program:
-            rewritten += [action, *additions.get(action, ())]
-        return tuple(rewritten)
-
-    return _rewritten(schedule, [rewrite(program) for program in schedule.programs])
+            rewritten.append(action)
+            rewritten += additions.get(action, ())
+        programs.append(tuple(rewritten))
+    return _rewritten(schedule, programs)
 
 
 def _appended(schedule: Schedule, additions: Sequence[Action]) -> Schedule:
     """Put each action at the end of the program of its stage's rank."""
-    programs = [list(program) for program in schedule.programs]
+    programs = list(map(list, schedule.programs))
     for action in additions:
-        programs[schedule.rank_of_stage[action.stage]].append(action)
-    return _rewritten(schedule, [tuple(program) for program in programs])
+        rank = schedule.rank_of_stage[action.stage]
+        programs[rank].append(action)
+    return _rewritten(schedule, list(map(tuple, programs)))
 
 
 def _rewritten(schedule: Schedule, programs: Sequence[Program]) -> Schedule:

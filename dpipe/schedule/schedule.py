@@ -49,12 +49,14 @@ class Schedule:
 
     def hops(self, stage: int, other: int) -> bool:
         """Whether what goes from `stage` to `other` crosses a link."""
-        return self.rank_of_stage[stage] != self.rank_of_stage[other]
+        rank = self.rank_of_stage[stage]
+        return self.rank_of_stage[other] != rank
 
     @cached_property
     def trains(self) -> bool:
         """Whether there is a backward pass; a schedule without one is for evaluation."""
-        return any(action.op in BACKWARD for action in self.index)
+        ops = {action.op for action in self.index}
+        return not ops.isdisjoint(BACKWARD)
 
     @property
     def splits(self) -> bool:
@@ -66,20 +68,27 @@ class Schedule:
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
         """The action that makes the input gradient: I where the backward pass is split, else B."""
-        op = Op.I if self.splits_backward(stage, microbatch) else Op.B
+        is_split = self.splits_backward(stage, microbatch)
+        op = Op.I if is_split else Op.B
         return Action(stage, op, microbatch)
 
     def stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+        stages = []
+        for stage, owner in enumerate(self.rank_of_stage):
+            if owner == rank:
+                stages.append(stage)
+        return stages
 
     def of_rank(self, rank: int, op: Op) -> Action:
         """The action of a whole rank: `op` is one of `PER_RANK`."""
-        return Action(self.rank_of_stage.index(rank), op)
+        first = self.rank_of_stage.index(rank)
+        return Action(first, op)
 
     def vote_and_steps(self, rank: int) -> tuple[Action, ...]:
         """The end of the program of `rank`: VOTE, then its STEPs, which alone change what lasts."""
+        program = self.programs[rank]
         ops = (Op.VOTE, Op.STEP)
-        return tuple(action for action in self.programs[rank] if action.op in ops)
+        return tuple(action for action in program if action.op in ops)
 
     @property
     def tied_within_rank(self) -> bool:
@@ -128,7 +137,8 @@ class Schedule:
         """
         needs = []
         for microbatch in range(self.num_microbatches):
-            op = Op.W if self.splits_backward(stage, microbatch) else Op.B
+            is_split = self.splits_backward(stage, microbatch)
+            op = Op.W if is_split else Op.B
             needs.append(Action(stage, op, microbatch))
         return tuple(needs)
 
@@ -136,33 +146,39 @@ class Schedule:
         stage, op, microbatch = action
         assert microbatch is not None
         if op is Op.W:
-            return (Action(stage, Op.I, microbatch),)
+            input_gradient = Action(stage, Op.I, microbatch)
+            return (input_gradient,)
         if op is Op.F:
             if stage == 0:
                 return ()
             before = Action(stage - 1, Op.F, microbatch)
             receive = Action(stage, Op.RECV_F, microbatch)
-            return (self._through(before, receive),)
+            activation = self._through(before, receive)
+            return (activation,)
         forward = Action(stage, Op.F, microbatch)
         if self.is_last(stage):
             return (forward,)
         later = self.backward_of(stage + 1, microbatch)
         receive = Action(stage, Op.RECV_B, microbatch)
-        return forward, self._through(later, receive)
+        gradient = self._through(later, receive)
+        return forward, gradient
 
     def _needs_of_send(self, send: Action) -> Needs:
         stage, op, microbatch = send
         if op is Op.SEND_TIED:
             return self.final_gradients(stage)
         if op is Op.SEND_F:
-            return (Action(stage, Op.F, microbatch),)
+            forward = Action(stage, Op.F, microbatch)
+            return (forward,)
         assert microbatch is not None
-        return (self.backward_of(stage, microbatch),)
+        backward = self.backward_of(stage, microbatch)
+        return (backward,)
 
     def _send_of(self, receive: Action) -> Action:
         stage, op, microbatch = receive
         if op is Op.RECV_TIED:
-            return Action(self.num_stages - 1 - stage, Op.SEND_TIED)
+            other_end = self.num_stages - 1 - stage
+            return Action(other_end, Op.SEND_TIED)
         if op is Op.RECV_F:
             return Action(stage - 1, Op.SEND_F, microbatch)
         return Action(stage + 1, Op.SEND_B, microbatch)
@@ -178,27 +194,33 @@ class Schedule:
         if action.op is Op.VOTE:
             return self._agreed(rank)
         assert action.op is Op.STEP
-        vote = self._present([self.of_rank(rank, Op.VOTE)])
-        return vote or self._agreed(rank)
+        vote = self.of_rank(rank, Op.VOTE)
+        return self._present([vote]) or self._agreed(rank)
 
     def _through(self, source: Action, receive: Action) -> Action:
         """`receive`, where a link lies between its stage and that of `source`."""
-        return receive if self.hops(source.stage, receive.stage) else source
+        if self.hops(source.stage, receive.stage):
+            return receive
+        return source
 
     def _present(self, actions: list[Action]) -> Needs:
         return tuple(action for action in actions if action in self.index)
 
     def _agreed(self, rank: int) -> Needs:
         """After these the gradients of all stages of `rank` are what its step will use."""
-        agree = self._present([self.of_rank(rank, Op.AGREE)])
+        agree = self.of_rank(rank, Op.AGREE)
+        agreed = self._present([agree]) or self._reduced(rank)
+        if agreed:
+            return agreed
         completed: list[Action] = []
         for stage in self.stages_of(rank):
             completed += self._completed(stage)
-        return agree or self._reduced(rank) or tuple(completed)
+        return tuple(completed)
 
     def _reduced(self, rank: int) -> Needs:
         stages = self.stages_of(rank)
-        return self._present([Action(stage, Op.REDUCE_GRAD) for stage in stages])
+        exchanges = [Action(stage, Op.REDUCE_GRAD) for stage in stages]
+        return self._present(exchanges)
 
     def _completed(self, stage: int) -> Needs:
         """The gradients of a weight that is tied within the rank are added at COMPLETE of the last
@@ -207,15 +229,16 @@ class Schedule:
         end = stage
         if self.tied_within_rank and stage == 0:
             end = self.num_stages - 1
-        complete = self._present([Action(end, Op.COMPLETE)])
-        return complete or self._all_gradients(stage)
+        complete = Action(end, Op.COMPLETE)
+        return self._present([complete]) or self._all_gradients(stage)
 
     def _all_gradients(self, stage: int) -> Needs:
         gradients = self.final_gradients(stage)
         if self.tied_partner(stage) is not None:
-            return (*gradients, Action(stage, Op.RECV_TIED))
+            receive = Action(stage, Op.RECV_TIED)
+            return (*gradients, receive)
         # It adds the first stage's gradient to its own, and so is complete behind that.
         if self.tied_within_rank and self.is_last(stage) and stage > 0:
-            first = self._present([Action(0, Op.COMPLETE)])
-            return (*gradients, *first)
+            first = Action(0, Op.COMPLETE)
+            return gradients + self._present([first])
         return gradients

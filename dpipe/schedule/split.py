@@ -49,12 +49,17 @@ class SplitProgram:
         weights = self.done[Op.W]
         if backwards < min(forwards, gradients):
             return Op.I
-        if forwards < min(inputs, backwards + self.depth, weights + self.limit):
+        deepest = backwards + self.depth
+        most_held = weights + self.limit
+        if forwards < min(inputs, deepest, most_held):
             return Op.F
-        return Op.W if weights < backwards else None
+        if weights < backwards:
+            return Op.W
+        return None
 
     def do(self, op: Op) -> Action:
-        action = Action(self.stage, op, self.done[op])
+        microbatch = self.done[op]
+        action = Action(self.stage, op, microbatch)
         self.program.append(action)
-        self.done[op] += 1
+        self.done[op] = microbatch + 1
         return action

@@ -64,7 +64,9 @@ def _columns_of(rows: list[Slots], mark: Action | None) -> list[int]:
         return []
     columns = []
     for row in rows:
-        columns += [column for column, action in enumerate(row) if action == mark]
+        for column, action in enumerate(row):
+            if action == mark:
+                columns.append(column)
     return columns
 
 
@@ -75,9 +77,18 @@ def to_csv(schedule: Schedule) -> str:
     rows = io.StringIO()
     # As torch writes it, whose lines end alike on every system.
     writer = csv.writer(rows, lineterminator="\n")
-    for program in schedule.programs:
-        writer.writerow([str(action) for action in program if action.op in COMPUTE])
+    for program in _compute_programs(schedule):
+        cells = list(map(str, program))
+        writer.writerow(cells)
     return rows.getvalue()
+
+
+def _compute_programs(schedule: Schedule) -> list[list[Action]]:
+    programs = []
+    for lowered in schedule.programs:
+        program = [action for action in lowered if action.op in COMPUTE]
+        programs.append(program)
+    return programs
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -98,11 +109,14 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
                 continue
             action = _parse_cell(cell, rank, column)
             program.append(action)
-            placed.add((action.stage, rank))
-            num_microbatches = max(num_microbatches, 1 + (action.microbatch or 0))
+            place = (action.stage, rank)
+            placed.add(place)
+            microbatch = action.microbatch or 0
+            num_microbatches = max(num_microbatches, microbatch + 1)
         programs.append(tuple(program))
     stages = sorted(stage for stage, _ in placed)
-    if not stages or stages != list(range(len(stages))):
+    in_order = list(range(len(stages)))
+    if not stages or stages != in_order:
         raise ScheduleError(
             "the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) "
             f"{sorted(placed)[:_PLACES_SHOWN]}"
@@ -133,9 +147,7 @@ def _parse_cell(cell: str, rank: int, column: int) -> Action:
 
 def _in_slots(schedule: Schedule) -> list[Slots]:
     """Each rank's compute actions in unit slots, None where it idles; rows of one length."""
-    programs = []
-    for lowered in schedule.programs:
-        programs.append([action for action in lowered if action.op in COMPUTE])
+    programs = _compute_programs(schedule)
     rows: list[Slots] = [[] for _ in programs]
     done: set[Action] = set()
     position = [0] * len(programs)
@@ -144,9 +156,10 @@ def _in_slots(schedule: Schedule) -> list[Slots]:
         # All ranks look before any of them moves: what is done in a slot counts from the next on.
         slot: Slots = []
         for at, program in zip(position, programs, strict=True):
-            head = program[at] if at < len(program) else None
-            ready = head is not None and _is_ready(schedule, head, done)
-            slot.append(head if ready else None)
+            action = None
+            if at < len(program) and _is_ready(schedule, program[at], done):
+                action = program[at]
+            slot.append(action)
         if not any(slot):
             # Nothing can ever start: the rest is drawn in program order.
             for row, at, program in zip(rows, position, programs, strict=True):
@@ -169,12 +182,17 @@ def _is_ready(
     # An erroneous schedule is drawn as well: it may name stages that it does not have.
     if action.stage >= schedule.num_stages:
         return False
-    return done.issuperset(compute_needs(schedule, action))
+    needs = compute_needs(schedule, action)
+    return done.issuperset(needs)
 
 
 def _level(rows: list[Slots]) -> list[Slots]:
     length = max(map(len, rows))
-    return [row + [None] * (length - len(row)) for row in rows]
+    level = []
+    for row in rows:
+        missing = length - len(row)
+        level.append(row + [None] * missing)
+    return level
 
 
 def _cell(action: Action | None, mark: Action | None) -> str:
@@ -184,4 +202,5 @@ def _cell(action: Action | None, mark: Action | None) -> str:
 
 
 def _line(cells: list[str], width: int) -> str:
-    return " ".join(f"{cell:^{width}}" for cell in cells)
+    centred = [f"{cell:^{width}}" for cell in cells]
+    return " ".join(centred)

@@ -10,6 +10,7 @@ too: by counts, not by a clock, so that every rank of a run finds the same.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Iterable,
@@ -19,14 +20,14 @@ from collections.abc import (
 )
 from dataclasses import replace
 from itertools import chain, islice
-from operator import add, le
+from operator import add, le, sub
 
 from dpipe.network.link import Network
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import AUTO, leanest
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.bound import lower_bound_us
-from dpipe.search.candidates import bounds, generated, patient, rules
+from dpipe.search.candidates import bounds, generated, patient, published, rules
 from dpipe.search.clock import (
     Pipeline,
     Programs,
@@ -45,7 +46,7 @@ from dpipe.timeline.votes import COORDINATOR, delay_us
 
 # How much a search may do, counted so that every rank of a run and every machine finds the same.
 # Twelve stages with 64 micro-batches take about three seconds of a core at most; small steps, where
-# a few orders more are cheap, get more of everything. With these counts all 120 steps of
+# a few orders more are cheap, get more of everything. With these counts all 180 steps of
 # tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
 _MOST_REPLAYED = 60_000  # computations in all trials of a large step
@@ -103,20 +104,65 @@ def search(
         scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
         return period(scenario, most_us)
 
-    shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
-    published = [
-        candidate
-        for candidate in generated(
-            num_stages,
-            num_microbatches,
-            stages_per_rank,
-            shallowest,
-            limit,
-        )
-        if max(peak_in_flight(candidate)) <= limit
-    ]
-    memory = _Memory(pipeline, limit, held_bytes, most_bytes)
-    return _Search(pipeline, memory, published, step_us).best()
+    shallowest = least
+    if math.isinf(most_bytes):
+        shallowest = max(least, min(num_stages, limit))
+    sizes = (num_stages, num_microbatches, stages_per_rank)
+    memory = _Memory(limit, held_bytes, most_bytes)
+    as_published = memory.within_limit(published(*sizes))
+    others = memory.within_limit(generated(*sizes, shallowest, limit))
+    known = as_published + others
+    found = _searched(pipeline, memory, known)
+    # Of what was published all are simulated, but the best that is known comes first: to see that
+    # another one is slower takes less time.
+    finalists = [*found, *filter(memory.fits, as_published)]
+    if finalists:
+        return _fastest(finalists, step_us)
+    # The caller refuses it, with what it would hold, if even this is too much.
+    last_resort = [leanest(*sizes), *known]
+    return min(last_resort, key=memory.held)
+
+
+def _searched(
+    pipeline: Pipeline,
+    memory: "_Memory",
+    known: Sequence[Schedule],
+) -> Iterator[Schedule]:
+    """The best of a search for each placement of stages in schedules that are known."""
+    by_placement: dict[tuple[int, ...], list[Schedule]] = defaultdict(list)
+    for each in known:
+        alike = by_placement[each.rank_of_stage]
+        alike.append(each)
+    for placement, alike in by_placement.items():
+        placed = replace(pipeline, placement=placement)
+        yield from _Search(placed, memory, alike).finalists()
+
+
+# The score of the fast clock is that of a single step, or an estimate where steps overlap. The
+# simulation knows more: several steps in a row, the vote and the exchange of replicas.
+def _fastest(schedules: Sequence[Schedule], step_us: StepTime) -> Schedule:
+    """In whole microseconds; among equals the first one of those that hold least."""
+    schedules = _unlike(schedules)
+    best = schedules[0]
+    least: tuple[float, int] = (math.inf, 0)
+    for schedule in schedules:
+        least_us, _ = least
+        # Half a microsecond more, because rounded it may be an equal that holds less.
+        found_us = step_us(schedule, least_us + 0.5)
+        if math.isinf(found_us):
+            continue
+        held = max(peak_in_flight(schedule))
+        score = (round(found_us), held)
+        if score < least:
+            least = score
+            best = schedule
+    return best
+
+
+def _unlike(schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Of those with equal programs the last one, in the place of the first."""
+    by_programs = {schedule.programs: schedule for schedule in schedules}
+    return list(by_programs.values())
 
 
 # Where a vote ends the step, a rank's ballot has to reach the coordinator before any rank goes on.
@@ -134,7 +180,8 @@ def pipeline_on(
     """The pipeline as the clock and the bound know it."""
     tails_us = _exchanged_us(cost, network, replicas, num_ranks)
     if ballots is not None:
-        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
+        ranks = range(num_ranks)
+        voted_us = [delay_us(ballots, rank, COORDINATOR) for rank in ranks]
         tails_us = tuple(map(add, tails_us, voted_us))
     return Pipeline(
         cost,
@@ -154,7 +201,8 @@ def first_fit(
     stages_per_rank: int = 1,
 ) -> Schedule:
     """Some schedule that `search` would weigh, at once: it raises what `search` would, before the
-    time is spent.
+    time is spent. Its stages are dealt out in turn, so that no other's ranks have a link that its
+    ranks do not have.
     """
     least, limit = bounds(
         num_stages,
@@ -170,7 +218,8 @@ def first_fit(
         shallowest,
         limit,
     )
-    return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
+    fitting = (each for each in candidates if max(peak_in_flight(each)) <= limit)
+    return next(fitting)
 
 
 def _exchanged_us(
@@ -187,15 +236,21 @@ def _exchanged_us(
     exchange = replicas.exchange
     tails_us = []
     for rank in range(num_ranks):
-        sent_bytes = sum(
-            exchange.num_bytes(
-                message,
-                cost.exchanged_bytes(rank, message.role),
-            )
-            for message in exchange.programs[0]
-        )
-        tails_us.append(sent_bytes * 8 / (network.egress_gbps(rank) * 1e3))
+        sent_bytes = 0
+        for message in exchange.programs[0]:
+            stage_bytes = cost.exchanged_bytes(rank, message.role)
+            sent_bytes += exchange.num_bytes(message, stage_bytes)
+        bits_per_us = network.egress_gbps(rank) * 1e3
+        tails_us.append(sent_bytes * 8 / bits_per_us)
     return tuple(tails_us)
+
+
+def _deepest(pipeline: Pipeline, limits: tuple[int, ...]) -> Schedule:
+    """What `greedy` makes where nothing but these limits holds a rank back."""
+    depths = (pipeline.num_microbatches,) * pipeline.num_stages
+    rule = Rule(depths, limits)
+    times = Greedy(pipeline, rule).run()
+    return schedule_of(pipeline, times.programs, "")
 
 
 class _Memory:
@@ -203,31 +258,28 @@ class _Memory:
 
     def __init__(
         self,
-        pipeline: Pipeline,
         limit: int,
         held_bytes: HeldBytes | None,
         most_bytes: float,
     ) -> None:
-        self._pipeline = pipeline
         self._held_bytes = held_bytes
         self._most_bytes = most_bytes
         self._limit = limit
 
-    def limits(self) -> tuple[int, ...]:
+    def within_limit(self, schedules: Iterable[Schedule]) -> list[Schedule]:
+        return [each for each in schedules if max(peak_in_flight(each)) <= self._limit]
+
+    def limits(self, pipeline: Pipeline) -> tuple[int, ...]:
         """The most activations that each rank may hold, as far as `greedy` can tell."""
-        ranks = range(self._pipeline.num_ranks)
-        if self._held_bytes is None or not math.isfinite(self._most_bytes):
-            return (self._limit,) * len(ranks)
-        fits = [1 for _ in ranks]
-        exceeds = [self._limit + 1 for _ in ranks]
-        everything = (self._pipeline.num_microbatches,) * self._pipeline.num_stages
-        while any(more - fitting > 1 for fitting, more in zip(fits, exceeds, strict=True)):
-            middle = [(a + b) // 2 for a, b in zip(fits, exceeds, strict=True)]
-            times = Greedy(
-                self._pipeline,
-                Rule(everything, tuple(middle)),
-            ).run()
-            schedule = schedule_of(self._pipeline, times.programs, "")
+        num_ranks = pipeline.num_ranks
+        if self._held_bytes is None or math.isinf(self._most_bytes):
+            return (self._limit,) * num_ranks
+        fits = [1] * num_ranks
+        exceeds = [self._limit + 1] * num_ranks
+        while max(map(sub, exceeds, fits)) > 1:
+            sums = map(add, fits, exceeds)
+            middle = [both // 2 for both in sums]
+            schedule = _deepest(pipeline, tuple(middle))
             for rank, held in enumerate(self._held_bytes(schedule)):
                 side = fits if held <= self._most_bytes else exceeds
                 side[rank] = middle[rank]
@@ -235,92 +287,58 @@ class _Memory:
 
     def held(self, schedule: Schedule) -> int:
         """Bytes of the fullest rank."""
-        return 0 if self._held_bytes is None else max(self._held_bytes(schedule))
+        if self._held_bytes is None:
+            return 0
+        return max(self._held_bytes(schedule))
 
     def fits(self, schedule: Schedule) -> bool:
         return self.held(schedule) <= self._most_bytes
 
 
 class _Search:
-    """One search, from candidates to the best one."""
+    """One search for one placement of the stages, from candidates to the best ones."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         memory: _Memory,
-        published: Sequence[Schedule],
-        step_us: StepTime,
+        generated: Sequence[Schedule],
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
-        self._published = published
-        self._step_us = step_us
-        self._limits = memory.limits()
+        self._generated = generated
+        self._limits = memory.limits(pipeline)
         self._enough_us = lower_bound_us(pipeline) * (1 + _CLOSE)
         self._names: dict[Programs, str] = {}
         self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
 
-    def best(self) -> Schedule:
-        published = [*self._replayed()]
-        orders = [
-            *filter(self._within_limits, published),
-            *self._greedy(),
-        ]
+    def finalists(self) -> list[Schedule]:
+        """The best of what it found, and of what the generators made."""
+        replayed = list(self._replayed())
+        orders = list(filter(self._within_limits, replayed))
+        orders += self._greedy()
+        affordable = _MOST_REPLAYED // self._size
         improved = improve(
             self._pipeline,
             self._limits,
             orders,
             enough_us=self._enough_us,
-            max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // self._size),
+            max_trials=min(_MOST_TRIALS, affordable),
         )
-        finalists = {
-            finalist.programs: finalist
-            for times in (
-                improved,
-                sorted(published, key=_score_us),
-            )
-            for finalist in self._fitting(times)
-        }
-        if not finalists:
-            return min(
-                [self._leanest(), *self._published],
-                key=self._memory.held,
-            )
-        return self._fastest(finalists.values())
+        replayed.sort(key=_score_us)
+        best = [*self._fitting(improved), *self._fitting(replayed)]
+        return _unlike(best)
 
     # Where bytes are limited, limits are estimates made for split backward passes. What a
     # generator made may fit nevertheless: `_fitting` looks again.
     def _within_limits(self, times: Times) -> bool:
-        return all(
-            map(
-                le,
-                map(peak_held, times.programs),
-                self._limits,
-            )
-        )
-
-    # The score of the fast clock is that of a single step, or an estimate where steps overlap.
-    # The simulation knows more: several steps in a row, the vote and the exchange of replicas.
-    def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
-        """In whole microseconds; among equals the first one of those that hold least."""
-        best: tuple[float, int, int] = (math.inf, 0, 0)
-        schedules = [*schedules]
-        for number, schedule in enumerate(schedules):
-            step_us = self._step_us(schedule, best[0] + 0.5)
-            if step_us < math.inf:
-                best = min(
-                    best,
-                    (
-                        round(step_us),
-                        max(peak_in_flight(schedule)),
-                        number,
-                    ),
-                )
-        return schedules[best[2]]
+        peaks = map(peak_held, times.programs)
+        return all(map(le, peaks, self._limits))
 
     def _replayed(self) -> Iterator[Times]:
-        for schedule in self._published:
-            times = Replay(self._pipeline, programs_of(schedule)).run()
+        for schedule in self._generated:
+            programs = programs_of(schedule)
+            times = Replay(self._pipeline, programs).run()
             self._names.setdefault(times.programs, schedule.name)
             yield times
 
@@ -353,10 +371,8 @@ class _Search:
         order = ", forwards first" if rule.forward_first else ""
         if any(rule.put_off):
             order += ", weight gradients put off"
-        self._names.setdefault(
-            times.programs,
-            f"{AUTO}: greedy in_flight={depths}{order}",
-        )
+        name = f"{AUTO}: greedy in_flight={depths}{order}"
+        self._names.setdefault(times.programs, name)
         return times
 
     # More memory never hurts the rule much, but it is not monotonic: a bisection finds some small
@@ -366,17 +382,12 @@ class _Search:
         enough = max(rule.limits)
         while enough - too_little > 1:
             middle = (too_little + enough) // 2
-            limits = tuple(min(middle, limit) for limit in rule.limits)
-            if self._made_by(replace(rule, limits=limits)).score_us > enough_us:
+            times = self._made_by(rule.held_to(middle))
+            if times.score_us > enough_us:
                 too_little = middle
             else:
                 enough = middle
-        return self._made_by(
-            replace(
-                rule,
-                limits=tuple(min(enough, limit) for limit in rule.limits),
-            )
-        )
+        return self._made_by(rule.held_to(enough))
 
     # To count the bytes of an order takes longer than to time it, so that only those are counted
     # that are about to be simulated.
@@ -384,25 +395,14 @@ class _Search:
         """The first ones that fit into memory."""
         possible = (times for times in orders if times.score_us < math.inf)
         schedules = map(self._schedule, possible)
-        number = max(
-            2,
-            min(_MOST_SIMULATED, _MOST_COMPUTED // self._size),
-        )
-        return islice(filter(self._memory.fits, schedules), number)
+        fitting = filter(self._memory.fits, schedules)
+        affordable = _MOST_COMPUTED // self._size
+        number = min(_MOST_SIMULATED, affordable)
+        return islice(fitting, max(2, number))
 
     def _schedule(self, times: Times) -> Schedule:
         name = self._names.get(times.programs, f"{AUTO}: improved")
         return schedule_of(self._pipeline, times.programs, name)
-
-    # The last resort: the caller refuses it, with what it would hold, if even this is too much.
-    def _leanest(self) -> Schedule:
-        pipeline = self._pipeline
-        stages_per_rank = len(pipeline.stages_of[0])
-        return leanest(
-            pipeline.num_stages,
-            pipeline.num_microbatches,
-            stages_per_rank,
-        )
 
 
 def _score_us(times: Times) -> float:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import add, lt
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import (
     AUTO,
     GENERATORS,
+    ZERO_BUBBLE,
     Generator,
     generate,
     gpipe,
@@ -40,9 +42,12 @@ def bounds(
 ) -> tuple[int, int]:
     """The least activations that a rank must be able to hold, and the most that it may."""
     everything = num_microbatches * stages_per_rank
-    limit = everything if memory_limit is None else min(memory_limit, everything)
+    limit = everything
+    if memory_limit is not None:
+        limit = min(memory_limit, everything)
     gpipe(num_stages, num_microbatches, stages_per_rank)  # refuses sizes that make no sense
-    least = least_in_flight(num_stages // stages_per_rank, stages_per_rank, num_microbatches)
+    num_ranks = num_stages // stages_per_rank
+    least = least_in_flight(num_ranks, stages_per_rank, num_microbatches)
     if limit < least:
         raise ScheduleError(
             f"no schedule of {num_stages} stages, {stages_per_rank} a rank, and {num_microbatches} "
@@ -53,7 +58,16 @@ def bounds(
     return least, limit
 
 
-# What was published has the depth that its generator has by default, or that of ZB-H2.
+def published(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Schedule]:
+    """What every generator makes for so many stages a rank, with the parameters of its paper."""
+    for generator in _usable(stages_per_rank):
+        make = _maker(generator, num_stages, num_microbatches, stages_per_rank)
+        yield make()
+        if generator is ZERO_BUBBLE:
+            yield make(memory_limit=num_stages)  # ZB-H1
+            yield make(in_flight=2 * num_stages - 1)  # ZB-H2
+
+
 def generated(
     num_stages: int,
     num_microbatches: int,
@@ -61,12 +75,36 @@ def generated(
     shallowest: int,
     limit: int,
 ) -> Iterator[Schedule]:
-    """What every generator makes for so many stages a rank: as published, and from `shallowest` up
-    to what fits.
+    """What those with a depth make, from `shallowest` up to what fits. Stages are dealt out in
+    turn.
     """
+    deep = [each for each in _usable(stages_per_rank) if "in_flight" in each.takes]
+    for depth in _growing(shallowest, limit):
+        for generator in deep:
+            make = _maker(generator, num_stages, num_microbatches, stages_per_rank)
+            made = partial(make, in_flight=depth)
+            if "memory_limit" in generator.takes:
+                yield from _until_unlimited(made, _held(depth, limit))
+            else:
+                yield made()
 
-    def made_by(generator: Generator, **parameters: int) -> Schedule:
-        several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
+
+def _usable(stages_per_rank: int) -> list[Generator]:
+    return [each for each in GENERATORS.values() if each.deals_out(stages_per_rank)]
+
+
+def _maker(
+    generator: Generator,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+) -> Callable[..., Schedule]:
+    """What makes schedules of a size from `in_flight` and `memory_limit`, named as "auto" says."""
+
+    def make(**parameters: int) -> Schedule:
+        several = {}
+        if generator.takes_several_stages:
+            several["stages_per_rank"] = stages_per_rank
         schedule = generate(
             generator.name,
             num_stages,
@@ -74,27 +112,11 @@ def generated(
             **several,
             **parameters,
         )
-        values = ", ".join(f"{key}={value}" for key, value in parameters.items())
-        return replace(schedule, name=f"{AUTO}: {generator.name} {values}".rstrip())
+        values = [f"{key}={value}" for key, value in parameters.items()]
+        name = f"{AUTO}: {generator.name} {', '.join(values)}"
+        return replace(schedule, name=name.rstrip())
 
-    usable = [
-        generator
-        for generator in GENERATORS.values()
-        if (stages_per_rank > 1 and generator.takes_several_stages)
-        or (stages_per_rank == 1 and not generator.needs_several_stages)
-    ]
-    for generator in usable:
-        yield made_by(generator)
-    zb_h2 = 2 * num_stages - 1
-    for depth in sorted({zb_h2, *_growing(shallowest, limit)}):
-        for generator in usable:
-            if "in_flight" not in generator.takes:
-                continue
-            make = partial(made_by, generator, in_flight=depth)
-            if "memory_limit" in generator.takes:
-                yield from _until_unlimited(make, _held(depth, limit))
-            else:
-                yield make()
+    return make
 
 
 def _until_unlimited(
@@ -125,25 +147,25 @@ def _growing(shallowest: int, deepest: int) -> Iterator[int]:
 
 def rules(pipeline: Pipeline, limits: tuple[int, ...]) -> Iterator[Rule]:
     """Those with few micro-batches under way first."""
-    shares = [*dict.fromkeys([_by_distance(pipeline), _by_time(pipeline)])]
+    num_microbatches = pipeline.num_microbatches
+    by_distance = _by_distance(pipeline)
+    by_time = _by_time(pipeline)
     # Left whole, a backward pass may take less than its two halves.
-    halves = zip(*pipeline.duration_us[INPUT:], strict=True)
-    is_cheaper_whole = any(whole < made + weight for made, weight, whole in halves)
+    _, made_us, weight_us, whole_us = pipeline.duration_us
+    halves_us = map(add, made_us, weight_us)
+    is_cheaper_whole = any(map(lt, whole_us, halves_us))
+    splits_choices = (True, False) if is_cheaper_whole else (True,)
+    # Listed: each depth goes through all of them. Where all hops are alike the two shares make
+    # the same rules, which `seen` leaves out.
+    variants = list(product((by_distance, by_time), (False, True), splits_choices))
     seen = set()
-    for first in _growing(pipeline.num_stages, pipeline.num_stages * pipeline.num_microbatches):
-        for share, forward_first, splits in product(
-            shares,
-            (False, True),
-            (True, False) if is_cheaper_whole else (True,),
-        ):
-            depths = tuple(
-                min(
-                    pipeline.num_microbatches,
-                    math.ceil(first * part - _ROUNDING),
-                )
-                for part in share
-            )
-            rule = Rule(depths, limits, forward_first, splits)
+    for first in _growing(pipeline.num_stages, pipeline.num_stages * num_microbatches):
+        for share, forward_first, splits in variants:
+            depths = []
+            for part in share:
+                depth = math.ceil(first * part - _ROUNDING)
+                depths.append(min(num_microbatches, depth))
+            rule = Rule(tuple(depths), limits, forward_first, splits)
             if rule not in seen:
                 seen.add(rule)
                 yield rule
@@ -153,19 +175,23 @@ def patient(pipeline: Pipeline, rule: Rule) -> Iterator[Rule]:
     """`rule` with weight gradients put off: as many as there is time for behind a stage's last
     gradient, and twice as many.
     """
+    numbers = list(_weights_at_the_end(pipeline))
     for times in (1, 2):
-        put_off = tuple(times * number for number in _weights_at_the_end(pipeline))
-        yield replace(rule, put_off=put_off)
+        put_off = [times * number for number in numbers]
+        yield replace(rule, put_off=tuple(put_off))
 
 
 def _weights_at_the_end(pipeline: Pipeline) -> Iterator[int]:
     """By stage, how many weight gradients it can make while its gradient goes to the first one."""
     left_us = 0.0
+    last = pipeline.num_stages - 1
     for stage in range(pipeline.num_stages):
         weight_us = max(pipeline.duration_us[WEIGHT][stage], _ROUNDING)
-        yield min(pipeline.num_microbatches, int(left_us / weight_us))
+        number = int(left_us / weight_us)
+        yield min(pipeline.num_microbatches, number)
         left_us += pipeline.duration_us[INPUT][stage]
-        hop = pipeline.hops[INPUT][min(stage + 1, pipeline.num_stages - 1)]
+        following = min(stage + 1, last)
+        hop = pipeline.hops[INPUT][following]
         if hop is not None:
             left_us += hop.alone_us + hop.delay_us
 
@@ -192,7 +218,8 @@ def _by_time(pipeline: Pipeline) -> tuple[float, ...]:
             hop = pipeline.hops[kind][source]
             if hop is not None:
                 left_us += hop.alone_us + hop.delay_us
-    return tuple(time_us / max(times_us[-1], _ROUNDING) for time_us in reversed(times_us))
+    first_us = max(times_us[-1], _ROUNDING)
+    return tuple(time_us / first_us for time_us in reversed(times_us))
 
 
 _ROUNDING = 1e-9

@@ -12,7 +12,6 @@ One step of 12 stages and 64 micro-batches takes 10 ms of a core, where a simula
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -21,6 +20,7 @@ from operator import add, sub
 from dpipe.network.egress import Egress
 from dpipe.network.link import Network
 from dpipe.schedule.action import Action, Op
+from dpipe.schedule.generate import in_turn
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 
@@ -32,7 +32,7 @@ KINDS = {
     Op.W: WEIGHT,
     Op.B: WHOLE,
 }
-_OPS = {kind: op for op, kind in KINDS.items()}
+_OPS = (Op.F, Op.I, Op.W, Op.B)  # by kind
 
 Step = tuple[int, int, int]  # kind, stage, micro-batch
 Program = tuple[Step, ...]
@@ -52,7 +52,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the clock needs to know; stages are dealt out to ranks in turn."""
+    """What the clock needs to know."""
 
     cost: Cost
     network: Network
@@ -60,6 +60,7 @@ class Pipeline:
     num_ranks: int
     tails_us: tuple[float, ...]  # by rank: what follows its last computation, at least
     steps_overlap: bool = False  # a rank begins the next step without waiting for the others
+    placement: tuple[int, ...] = ()  # by stage, its rank; left out: dealt out to ranks in turn
 
     @property
     def num_stages(self) -> int:
@@ -68,80 +69,105 @@ class Pipeline:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """By stage."""
-        return tuple(stage % self.num_ranks for stage in range(self.num_stages))
+        return self.placement or in_turn(self.num_stages, self.num_ranks)
 
     @cached_property
-    def stages_of(self) -> tuple[range, ...]:
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """By rank."""
-        stages = self.num_stages
-        return tuple(range(rank, stages, self.num_ranks) for rank in range(self.num_ranks))
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def duration_us(self) -> tuple[tuple[float, ...], ...]:
         """By kind and stage."""
-        cost = self.cost
-        return (
-            cost.forward_us,
-            cost.input_us,
-            cost.weight_us,
-            cost.backward_us,
-        )
+        # As FORWARD, INPUT, WEIGHT and WHOLE number them.
+        forward_us = self.cost.forward_us
+        input_us = self.cost.input_us
+        weight_us = self.cost.weight_us
+        whole_us = self.cost.backward_us
+        return forward_us, input_us, weight_us, whole_us
 
     @cached_property
     def hops(self) -> tuple[tuple[Hop | None, ...], ...]:
         """By kind and stage; None where nothing crosses a link."""
-        stages = range(self.num_stages)
-        # The first stage sends no gradient: those of the others begin at stage 1.
-        sizes = self.cost.activation_bytes, (0, *self.cost.gradient_bytes)
-        forward = tuple(self._hop(s, s + 1, sizes[0]) for s in stages)
-        back = tuple(self._hop(s, s - 1, sizes[1]) for s in stages)
-        return forward, back, (None,) * len(stages), back
+        last = self.num_stages - 1
+        forward: list[Hop | None] = []
+        back: list[Hop | None] = [None]
+        for stage in range(last):
+            activation_bytes = self.cost.activation_bytes[stage]
+            hop = self._hop(stage, stage + 1, activation_bytes)
+            forward.append(hop)
+            gradient_bytes = self.cost.gradient_bytes[stage]
+            hop = self._hop(stage + 1, stage, gradient_bytes)
+            back.append(hop)
+        forward.append(None)
+        nothing = (None,) * self.num_stages
+        gradients = tuple(back)
+        return tuple(forward), gradients, nothing, gradients
 
     def _hop(
         self,
         stage: int,
-        target: int,
-        num_bytes: Sequence[int],
+        target_stage: int,
+        num_bytes: int,
     ) -> Hop | None:
-        if not 0 <= target < self.num_stages or self.rank_of[stage] == self.rank_of[target]:
+        source = self.rank_of[stage]
+        target = self.rank_of[target_stage]
+        if source == target:
             return None
         network = self.network
-        ends = self.rank_of[stage], self.rank_of[target]
-        inside = network.share_machine(*ends)
-        size = num_bytes[stage]
-        delay_us = network.delay_us(*ends, size)
-        rate_gbps = network.rate_gbps(*ends)
+        inside = network.share_machine(source, target)
+        num_bits = num_bytes * 8
+        delay_us = network.delay_us(source, target, num_bytes)
+        rate_gbps = network.rate_gbps(source, target)
+        # Between ranks of one machine no interface is in the way.
         if not inside:
-            rate_gbps = min(rate_gbps, network.egress_gbps(ends[0]))
-            ingress_gbps = network.ingress_gbps(ends[1])
+            egress_gbps = network.egress_gbps(source)
+            rate_gbps = min(rate_gbps, egress_gbps)
+            ingress_gbps = network.ingress_gbps(target)
             # What one message waits for; those of several machines at once are the simulator's.
             if ingress_gbps < rate_gbps:
-                delay_us += size * 8 / (ingress_gbps * 1e3) - size * 8 / (rate_gbps * 1e3)
-        alone_us = size * 8 / (rate_gbps * 1e3)
-        return Hop(ends[1], size, alone_us, delay_us, inside)
+                received_us = num_bits / (ingress_gbps * 1e3)
+                delay_us += received_us - num_bits / (rate_gbps * 1e3)
+        alone_us = num_bits / (rate_gbps * 1e3)
+        return Hop(target, num_bytes, alone_us, delay_us, inside)
 
     def owner(self, rank: int) -> int:
         """Of the ranks that share an interface the one whose egress it is."""
-        return min(self.network.interface(rank).ranks)
+        interface = self.network.interface(rank)
+        return min(interface.ranks)
 
     @cached_property
     def sends_in_turn(self) -> tuple[bool, ...]:
         """By rank: whether its messages leave one after another, each at full rate."""
-        return tuple(self._sends_in_turn(rank) for rank in range(self.num_ranks))
+        ranks = range(self.num_ranks)
+        return tuple(map(self._sends_in_turn, ranks))
 
     # Then its egress needs no events: when a message has left is known as soon as it is made.
     # This is what makes the clock fast on most networks.
     def _sends_in_turn(self, rank: int) -> bool:
-        hops = (hops[stage] for hops in self.hops for stage in self.stages_of[rank])
-        targets = {hop.target for hop in hops if hop is not None}
+        targets = set()
+        for hops in self.hops:
+            for stage in self.stages_of[rank]:
+                hop = hops[stage]
+                if hop is not None:
+                    targets.add(hop.target)
         network = self.network
-        if len(network.interface(rank).ranks) > 1:
+        interface = network.interface(rank)
+        if len(interface.ranks) > 1:
             return False
-        return len(targets) < 2 or all(
-            network.link(rank, target) == network.default
-            and network.rate_gbps(rank, target) >= network.egress_gbps(rank)
-            for target in targets
-        )
+        if len(targets) < 2:
+            return True
+        egress_gbps = network.egress_gbps(rank)
+        for target in targets:
+            link = network.link(rank, target)
+            if link != network.default:
+                return False
+            if network.rate_gbps(rank, target) < egress_gbps:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,35 +181,41 @@ class Times:
     held_up: frozenset[Step]  # steps whose message had to let others of their rank leave first
 
 
+_Event = tuple[float, int, int, int, int]  # when; which request it is; kind, place, number
+_Sending = tuple[Step, float]  # and when it would leave with nothing beside it
+
+
 class PipelineClock(ABC):
     """The ranks while they compute."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        stages = range(pipeline.num_stages)
+        num_stages = pipeline.num_stages
+        num_ranks = pipeline.num_ranks
         self.pipeline = pipeline
         # By kind and stage, how many are begun.
-        self.begun = [[0 for _ in stages] for _ in range(4)]
+        self.begun = [[0] * num_stages for _ in range(4)]
         # By stage, what has come for its forwards, and for its backwards.
-        self.inputs = [0 for _ in stages]
-        self.gradients = [0 for _ in stages]
+        self.inputs = [0] * num_stages
+        self.gradients = [0] * num_stages
         self.inputs[0] = pipeline.num_microbatches
-        self.programs: list[list[Step]] = [[] for _ in range(pipeline.num_ranks)]
+        self.programs: list[list[Step]] = [[] for _ in range(num_ranks)]
         self.start_us: dict[Step, float] = {}
-        self.end_us = [0.0 for _ in self.programs]
+        self.end_us = [0.0] * num_ranks
         self.now_us = 0.0
         self._held_up: set[Step] = set()
-        self._busy = [False for _ in self.programs]
-        self._events: list[tuple[float, int, int, int, int]] = []
+        self._busy = [False] * num_ranks
+        self._events: list[_Event] = []
         self._numbers = count()
-        self._free_us = [0.0 for _ in self.programs]  # from when on its egress is idle
-        self._plans = [0 for _ in self.programs]
+        self._free_us = [0.0] * num_ranks  # from when on its egress is idle
+        self._plans = [0] * num_ranks
         # By two ranks of one machine, from when on the link between them is idle.
         self._inside_free_us: dict[tuple[int, int], float] = {}
-        self._owner = [pipeline.owner(rank) for rank in range(pipeline.num_ranks)]
-        self._egress = [
-            None if in_turn else Egress[tuple[Step, float]](pipeline.network, rank)
-            for rank, in_turn in enumerate(pipeline.sends_in_turn)
-        ]
+        self._owner = [pipeline.owner(rank) for rank in range(num_ranks)]
+        self._egress: list[Egress[_Sending] | None] = [None] * num_ranks
+        for rank, known in enumerate(pipeline.sends_in_turn):
+            if not known:
+                shared = Egress[_Sending](pipeline.network, rank)
+                self._egress[rank] = shared
 
     @abstractmethod
     def next_step(self, rank: int) -> Step | None:
@@ -196,13 +228,16 @@ class PipelineClock(ABC):
             now_us, _, kind, place, number = heapq.heappop(self._events)
             self.now_us = now_us
             if kind < _CAME_FORWARD:
-                self._computed(now_us, (kind, place, number))
+                step = (kind, place, number)
+                self._computed(now_us, step)
             elif kind == _CAME_FORWARD:
                 self.inputs[place] += 1
-                self._go_on(self.pipeline.rank_of[place], now_us)
+                rank = self.pipeline.rank_of[place]
+                self._go_on(rank, now_us)
             elif kind == _CAME_BACK:
                 self.gradients[place] += 1
-                self._go_on(self.pipeline.rank_of[place], now_us)
+                rank = self.pipeline.rank_of[place]
+                self._go_on(rank, now_us)
             # A departure planned before the egress was shared anew is void.
             elif number == self._plans[place]:
                 self._left(place)
@@ -211,32 +246,30 @@ class PipelineClock(ABC):
     # A pipeline that came to a halt has times, too, but they tell nothing: its score is infinite,
     # so that it is weighed like any other order, and loses.
     def _times(self) -> Times:
-        pipeline = self.pipeline
         programs = tuple(map(tuple, self.programs))
-        finished = map(
-            sum,
-            zip(
-                self.begun[WEIGHT],
-                self.begun[WHOLE],
-                strict=True,
-            ),
-        )
-        if any(number < pipeline.num_microbatches for number in finished):
+        _, _, weight, whole = self.begun
+        finished = min(map(add, weight, whole))
+        if finished < self.pipeline.num_microbatches:
             # Came to a halt: some rank waits for what no other will send.
-            return Times(programs, math.inf, 0, self.start_us, frozenset())
-        taken_us = list(map(add, self.end_us, pipeline.tails_us))
-        if pipeline.steps_overlap:
-            began_us = (self.start_us[program[0]] for program in programs)
-            taken_us = list(map(sub, taken_us, began_us))
+            nothing = frozenset[Step]()
+            return Times(programs, math.inf, 0, self.start_us, nothing)
+        taken_us = self._taken_us()
         score_us = max(taken_us)
         worst = taken_us.index(score_us)
-        return Times(
-            programs,
-            score_us,
-            worst,
-            self.start_us,
-            frozenset(self._held_up),
-        )
+        held_up = frozenset(self._held_up)
+        return Times(programs, score_us, worst, self.start_us, held_up)
+
+    def _taken_us(self) -> list[float]:
+        """By rank, from when the score counts to the end of what follows its last computation."""
+        pipeline = self.pipeline
+        ends_us = map(add, self.end_us, pipeline.tails_us)
+        if not pipeline.steps_overlap:
+            return list(ends_us)
+        began_us = []
+        for program in self.programs:
+            first = program[0]
+            began_us.append(self.start_us[first])
+        return list(map(sub, ends_us, began_us))
 
     def _go_on(self, rank: int, now_us: float) -> None:
         if self._busy[rank]:
@@ -249,10 +282,8 @@ class PipelineClock(ABC):
         self.programs[rank].append(step)
         self.start_us[step] = now_us
         self._busy[rank] = True
-        self._at(
-            now_us + self.pipeline.duration_us[kind][stage],
-            *step,
-        )
+        takes_us = self.pipeline.duration_us[kind][stage]
+        self._at(now_us + takes_us, *step)
 
     def _at(
         self,
@@ -261,16 +292,9 @@ class PipelineClock(ABC):
         place: int,
         number: int,
     ) -> None:
-        heapq.heappush(
-            self._events,
-            (
-                time_us,
-                next(self._numbers),
-                kind,
-                place,
-                number,
-            ),
-        )
+        request = next(self._numbers)
+        event = (time_us, request, kind, place, number)
+        heapq.heappush(self._events, event)
 
     # What stays on the rank is there at once, and the rank itself goes on at once.
     # The last stage makes its gradient of its own output.
@@ -279,18 +303,23 @@ class PipelineClock(ABC):
         rank = self.pipeline.rank_of[stage]
         self._busy[rank] = False
         self.end_us[rank] = now_us
-        if kind != WEIGHT:
-            hop = self.pipeline.hops[kind][stage]
-            if hop is not None:
-                self._send(now_us, rank, step, hop)
-            elif kind != FORWARD:
-                if stage > 0:
-                    self.gradients[stage - 1] += 1
-            elif stage + 1 < len(self.inputs):
-                self.inputs[stage + 1] += 1
+        hop = self.pipeline.hops[kind][stage]
+        if hop is not None:
+            self._send(now_us, rank, step, hop)
+        elif kind != WEIGHT:
+            self._keep(kind, stage)
+        self._go_on(rank, now_us)
+
+    def _keep(self, kind: int, stage: int) -> None:
+        """What `stage` has made is for a stage of the same rank."""
+        if kind == FORWARD:
+            following = stage + 1
+            if following < len(self.inputs):
+                self.inputs[following] += 1
             else:
                 self.gradients[stage] += 1
-        self._go_on(rank, now_us)
+        elif stage > 0:
+            self.gradients[stage - 1] += 1
 
     def _send(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
         if hop.inside:
@@ -303,25 +332,23 @@ class PipelineClock(ABC):
             if free_us > now_us:
                 self._held_up.add(step)
                 now_us = free_us
-            now_us += hop.alone_us
-            self._free_us[rank] = now_us
-            self._arrive(now_us + hop.delay_us, step)
+            left_us = now_us + hop.alone_us
+            self._free_us[rank] = left_us
+            arrival_us = left_us + hop.delay_us
+            self._arrive(arrival_us, step)
         else:
             unhindered_us = now_us + hop.alone_us
-            egress.offer(
-                rank,
-                hop.target,
-                (step, unhindered_us),
-                hop.num_bytes,
-                now_us,
-            )
+            sending = (step, unhindered_us)
+            egress.offer(rank, hop.target, sending, hop.num_bytes, now_us)
             self._plan(owner, egress.due_us)
 
     def _send_inside(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
-        ends = rank, hop.target
-        start_us = max(now_us, self._inside_free_us.get(ends, 0.0))
-        self._inside_free_us[ends] = start_us + hop.alone_us
-        self._arrive(start_us + hop.alone_us + hop.delay_us, step)
+        ends = (rank, hop.target)
+        free_us = self._inside_free_us.get(ends, 0.0)
+        left_us = max(now_us, free_us) + hop.alone_us
+        self._inside_free_us[ends] = left_us
+        arrival_us = left_us + hop.delay_us
+        self._arrive(arrival_us, step)
 
     def _arrive(self, time_us: float, step: Step) -> None:
         kind, stage, microbatch = step
@@ -333,9 +360,10 @@ class PipelineClock(ABC):
     # A message that is offered changes when the others will have left, so that what was due
     # before may be due later now.
     def _plan(self, rank: int, due_us: float | None) -> None:
-        self._plans[rank] += 1  # what was due before is void
+        plan = self._plans[rank] + 1  # what was due before is void
+        self._plans[rank] = plan
         if due_us is not None:
-            self._at(due_us, _LEFT, rank, self._plans[rank])
+            self._at(due_us, _LEFT, rank, plan)
 
     # Links that share an interface unevenly: `Egress` says what has left, as in the simulator.
     # A message is held up where it leaves later than it would with nothing beside it.
@@ -346,10 +374,11 @@ class PipelineClock(ABC):
         step, unhindered_us = sent.item
         if sent.end_us > unhindered_us + _ROUNDING_US:
             self._held_up.add(step)
-        hop = self.pipeline.hops[step[0]][step[1]]
+        kind, stage, _ = step
+        hop = self.pipeline.hops[kind][stage]
         assert hop is not None
-        delay_us = hop.delay_us
-        self._arrive(sent.end_us + delay_us, step)
+        arrival_us = sent.end_us + hop.delay_us
+        self._arrive(arrival_us, step)
         self._plan(rank, egress.due_us)
 
 
@@ -367,40 +396,41 @@ class Replay(PipelineClock):
             return None
         step = program[position]
         kind, stage, microbatch = step
-        if kind == FORWARD:
-            ready = self.inputs[stage] > microbatch
-        else:
-            ready = kind == WEIGHT or self.gradients[stage] > microbatch
-        return step if ready else None
+        if kind == WEIGHT:
+            return step
+        needed = self.inputs if kind == FORWARD else self.gradients
+        has_come = needed[stage] > microbatch
+        return step if has_come else None
 
 
 def programs_of(schedule: Schedule) -> Programs:
     """Those of a compute-only schedule."""
-    return tuple(
-        tuple(
-            (
-                KINDS[action.op],
-                action.stage,
-                action.microbatch or 0,
-            )
-            for action in program
-        )
-        for program in schedule.programs
-    )
+    programs = []
+    for program in schedule.programs:
+        steps = map(_step_of, program)
+        programs.append(tuple(steps))
+    return tuple(programs)
+
+
+def _step_of(action: Action) -> Step:
+    kind = KINDS[action.op]
+    microbatch = action.microbatch or 0
+    return kind, action.stage, microbatch
 
 
 def schedule_of(pipeline: Pipeline, programs: Programs, name: str) -> Schedule:
     """The way back."""
-    actions = (
-        tuple(Action(stage, _OPS[kind], microbatch) for kind, stage, microbatch in program)
-        for program in programs
-    )
-    return Schedule(
-        pipeline.num_microbatches,
-        pipeline.rank_of,
-        tuple(actions),
-        name,
-    )
+    actions = []
+    for program in programs:
+        steps = map(_action_of, program)
+        actions.append(tuple(steps))
+    num_microbatches = pipeline.num_microbatches
+    return Schedule(num_microbatches, pipeline.rank_of, tuple(actions), name)
+
+
+def _action_of(step: Step) -> Action:
+    kind, stage, microbatch = step
+    return Action(stage, _OPS[kind], microbatch)
 
 
 _ROUNDING_US = 1e-6

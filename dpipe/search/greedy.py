@@ -12,8 +12,9 @@ order, not time):
                    rank 1 |  .  1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2 1F3 1I3 1W3  .   takes 16
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpipe.search.clock import (
     FORWARD,
@@ -24,6 +25,8 @@ from dpipe.search.clock import (
     PipelineClock,
     Step,
 )
+
+TimesUs = list[float]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class Rule:
     splits: bool = True  # the backward pass, into input gradients and weight gradients
     put_off: tuple[int, ...] = ()  # by stage: most weight gradients that wait for what will come
 
+    def held_to(self, most: int) -> "Rule":
+        """The same with no rank's limit above `most`."""
+        limits = [min(most, limit) for limit in self.limits]
+        return replace(self, limits=tuple(limits))
+
 
 class Greedy(PipelineClock):
     """A clock that makes the programs as it goes."""
@@ -54,8 +62,8 @@ class Greedy(PipelineClock):
         self._backward = INPUT if rule.splits else WHOLE
         # By stage, when its inputs and its gradients will come, of those that are being made.
         stages = range(pipeline.num_stages)
-        self._inputs_due_us: list[list[float]] = [[] for _ in stages]
-        self._gradients_due_us: list[list[float]] = [[] for _ in stages]
+        self._inputs_due_us: list[TimesUs] = [[] for _ in stages]
+        self._gradients_due_us: list[TimesUs] = [[] for _ in stages]
 
     def next_step(self, rank: int) -> Step | None:
         step = self._first_choice(rank)
@@ -66,17 +74,23 @@ class Greedy(PipelineClock):
     def _first_choice(self, rank: int) -> Step | None:
         stages = self.pipeline.stages_of[rank]
         if self._rule.forward_first:
-            step = self._forward(rank, stages) or self._gradient(stages)
+            step = self._forward(rank, stages)
+            if step is None:
+                step = self._gradient(stages)
         else:
-            step = self._gradient(stages) or self._forward(rank, stages)
+            step = self._gradient(stages)
+            if step is None:
+                step = self._forward(rank, stages)
         return step or self._weight(stages)
 
     # Of a lower stage first: its micro-batch is further on its way back.
     def _gradient(self, stages: Sequence[int]) -> Step | None:
-        begun = self.begun[self._backward]
+        kind = self._backward
+        begun = self.begun[kind]
         for stage in stages:
-            if begun[stage] < self.gradients[stage]:
-                return self._backward, stage, begun[stage]
+            number = begun[stage]
+            if number < self.gradients[stage]:
+                return kind, stage, number
         return None
 
     def _forward(self, rank: int, stages: Sequence[int]) -> Step | None:
@@ -84,22 +98,29 @@ class Greedy(PipelineClock):
         place to every one behind it: so none waits for a place that is never left.
         """
         begun = self.begun[FORWARD]
-        room = self._rule.limits[rank] - self._held(stages)
+        come_back = self.begun[self._backward]
+        depths = self._rule.depths
+        limit = self._rule.limits[rank]
+        room = limit - self._held(stages)
         for stage in reversed(stages):
-            waiting = begun[stage] - self.begun[self._backward][stage]
-            if (
-                begun[stage] < self.inputs[stage]
-                and waiting < self._rule.depths[stage]
-                and room > 0
-            ):
-                return FORWARD, stage, begun[stage]
+            if room <= 0:
+                return None
+            number = begun[stage]
+            in_flight = number - come_back[stage]
+            has_come = number < self.inputs[stage]
+            if has_come and in_flight < depths[stage]:
+                return FORWARD, stage, number
             room -= 1
         return None
 
     # Ranks do one thing at a time: when one chooses, all that it has begun is over.
     def _held(self, stages: Sequence[int]) -> int:
         forward, _, weight, whole = self.begun
-        return sum(forward[stage] - weight[stage] - whole[stage] for stage in stages)
+        held = 0
+        for stage in stages:
+            released = weight[stage] + whole[stage]
+            held += forward[stage] - released
+        return held
 
     # Nobody waits for a weight gradient, so that any of them will do. The lowest stage comes first
     # because its exchange with replicas is the last to begin otherwise.
@@ -107,28 +128,35 @@ class Greedy(PipelineClock):
         for stage in stages:
             begun = self.begun[WEIGHT][stage]
             if begun < self.begun[INPUT][stage]:
-                return None if self._puts_off(stage, stages) else (WEIGHT, stage, begun)
+                if self._puts_off(stage, stages):
+                    return None
+                return WEIGHT, stage, begun
         return None
 
     def _puts_off(self, stage: int, stages: Sequence[int]) -> bool:
         """Whether the rank rather waits for a message than begins a weight gradient of `stage`."""
         if not self._rule.put_off:
             return False
-        waiting = self.begun[INPUT][stage] - self.begun[WEIGHT][stage]
+        done = self.begun[WEIGHT][stage]
+        waiting = self.begun[INPUT][stage] - done
         if waiting > self._rule.put_off[stage]:
             return False
-        patience_us = self.pipeline.duration_us[WEIGHT][stage] * _PATIENCE
-        until_us = self.now_us + patience_us
-        return any(self._comes_before(until_us, each) for each in stages)
+        weight_us = self.pipeline.duration_us[WEIGHT][stage]
+        until_us = self.now_us + weight_us * _PATIENCE
+        return any(self._next_due_us(each) < until_us for each in stages)
 
-    def _comes_before(self, until_us: float, stage: int) -> bool:
-        for number, due_us in (
-            (self.inputs[stage], self._inputs_due_us[stage]),
-            (self.gradients[stage], self._gradients_due_us[stage]),
-        ):
-            if number < len(due_us) and due_us[number] < until_us:
-                return True
-        return False
+    def _next_due_us(self, stage: int) -> float:
+        """When the next message for `stage` comes; infinite where none is being made."""
+        inputs_us = self._inputs_due_us[stage]
+        gradients_us = self._gradients_due_us[stage]
+        next_us = math.inf
+        num_inputs = self.inputs[stage]
+        if num_inputs < len(inputs_us):
+            next_us = inputs_us[num_inputs]
+        num_gradients = self.gradients[stage]
+        if num_gradients < len(gradients_us):
+            next_us = min(next_us, gradients_us[num_gradients])
+        return next_us
 
     def _expect(self, step: Step) -> None:
         """Remember when the message that `step` will send arrives, if nothing holds it up."""
@@ -136,12 +164,14 @@ class Greedy(PipelineClock):
         hop = self.pipeline.hops[kind][stage]
         if hop is None:
             return
-        made_us = self.now_us + self.pipeline.duration_us[kind][stage]
+        takes_us = self.pipeline.duration_us[kind][stage]
+        made_us = self.now_us + takes_us
         due_us = made_us + hop.alone_us + hop.delay_us
         if kind == FORWARD:
-            self._inputs_due_us[stage + 1].append(due_us)
+            dues_us = self._inputs_due_us[stage + 1]
         else:
-            self._gradients_due_us[stage - 1].append(due_us)
+            dues_us = self._gradients_due_us[stage - 1]
+        dues_us.append(due_us)
 
 
 _PATIENCE = 0.5  # of a weight gradient's time: so long a rank waits for a message at most

@@ -25,6 +25,7 @@ from dpipe.search.clock import (
     WHOLE,
     Pipeline,
     Program,
+    Programs,
     Replay,
     Step,
     Times,
@@ -40,14 +41,18 @@ class Move:
     position: int
 
     def __call__(self, program: Program) -> Program:
-        moved = program[self.position]
+        first = program[: self.before]
         passed = program[self.before : self.position]
-        return (
-            *program[: self.before],
-            moved,
-            *passed,
-            *program[self.position + 1 :],
-        )
+        moved = program[self.position]
+        rest = program[self.position + 1 :]
+        return (*first, moved, *passed, *rest)
+
+    def applied(self, programs: Programs) -> Programs:
+        # The others' programs stay the same objects: an order costs the memory of one program.
+        others_before = programs[: self.rank]
+        program = self(programs[self.rank])
+        others_behind = programs[self.rank + 1 :]
+        return (*others_before, program, *others_behind)
 
 
 def improve(
@@ -65,25 +70,24 @@ def improve(
     """
     found = {times.programs: times for times in orders}
     # Numbered: of equal ones the first found goes first, and `Times` do not compare.
-    open_orders = [(times.score_us, number, times) for number, times in enumerate(found.values())]
+    open_orders: list[tuple[float, int, Times]] = []
+    best_us = math.inf
+    for number, times in enumerate(found.values()):
+        open_orders.append((times.score_us, number, times))
+        best_us = min(best_us, times.score_us)
     heapq.heapify(open_orders)
-    best_us = min((times.score_us for times in found.values()), default=math.inf)
     trials = 0
     while open_orders and trials < max_trials and best_us > enough_us:
-        times = heapq.heappop(open_orders)[-1]
+        _, _, times = heapq.heappop(open_orders)
         for move in _moves(pipeline, limits, times):
-            program = move(times.programs[move.rank])
-            programs = (
-                *times.programs[: move.rank],
-                program,
-                *times.programs[move.rank + 1 :],
-            )
+            programs = move.applied(times.programs)
             if programs in found or trials == max_trials:
                 continue
             trials += 1
             moved = Replay(pipeline, programs).run()
             found[programs] = moved
-            heapq.heappush(open_orders, (moved.score_us, len(found), moved))
+            numbered = (moved.score_us, len(found), moved)
+            heapq.heappush(open_orders, numbered)
             best_us = min(best_us, moved.score_us)
     return sorted(found.values(), key=lambda times: times.score_us)
 
@@ -98,7 +102,9 @@ def _moves(pipeline: Pipeline, limits: Sequence[int], times: Times) -> Iterator[
         if any(_must_precede(step, moved) for step in passed):
             continue
         # Only a forward that begins earlier can make a rank hold more at once.
-        if moved[0] != FORWARD or peak_held(move(program)) <= limits[move.rank]:
+        kind, _, _ = moved
+        limit = limits[move.rank]
+        if kind != FORWARD or peak_held(move(program)) <= limit:
             yield move
 
 
@@ -134,52 +140,61 @@ class _CriticalPath:
     def __init__(self, pipeline: Pipeline, times: Times) -> None:
         self._pipeline = pipeline
         self._times = times
-        self._positions = {
-            step: (rank, position)
-            for rank, program in enumerate(times.programs)
-            for position, step in enumerate(program)
-        }
+        self._positions: dict[Step, tuple[int, int]] = {}  # rank, and where in its program
+        for rank, program in enumerate(times.programs):
+            for position, step in enumerate(program):
+                self._positions[step] = (rank, position)
 
     def moves(self) -> Iterator[Move]:
         """A step on the path before the one that it waited for."""
-        step: Step | None = self._times.programs[self._times.worst][-1]
+        programs = self._times.programs
+        worst = programs[self._times.worst]
+        step: Step | None = worst[-1]
         while step is not None:
             rank, position = self._positions[step]
             if self._waited_for_rank(rank, position):
-                yield Move(rank, position - 1, position)
-                step = self._times.programs[rank][position - 1]
+                before = position - 1
+                yield Move(rank, before, position)
+                step = programs[rank][before]
                 continue
             source = self._source(step)
             step = source
             if source in self._times.held_up:
                 rank, position = self._positions[source]
-                before = self._sent_before(rank, position)
-                if before is not None:
-                    yield Move(rank, before, position)
-                    step = self._times.programs[rank][before]
+                passed = self._sent_before(rank, position)
+                if passed is not None:
+                    yield Move(rank, passed, position)
+                    step = programs[rank][passed]
 
     def _waited_for_rank(self, rank: int, position: int) -> bool:
         """Whether a step began as soon as the one before it on its rank was over."""
         if position == 0:
             return False
-        kind, stage, _ = before = self._times.programs[rank][position - 1]
-        step = self._times.programs[rank][position]
+        program = self._times.programs[rank]
+        step = program[position]
+        before = program[position - 1]
+        kind, stage, _ = before
+        took_us = self._pipeline.duration_us[kind][stage]
         start_us = self._times.start_us
         # Exactly equal: the clock made the one from the other by this very sum.
-        return start_us[before] + self._pipeline.duration_us[kind][stage] == start_us[step]
+        return start_us[before] + took_us == start_us[step]
 
     def _source(self, step: Step) -> Step | None:
         """What made that for which `step` waited."""
         kind, stage, microbatch = step
         if kind == FORWARD:
-            return (FORWARD, stage - 1, microbatch) if stage > 0 else None
+            if stage == 0:
+                return None
+            return FORWARD, stage - 1, microbatch
         if kind == WEIGHT:
             return INPUT, stage, microbatch
         # The last stage's backward begins with its own forward's loss.
         if stage + 1 == self._pipeline.num_stages:
             return FORWARD, stage, microbatch
-        made = INPUT, stage + 1, microbatch
-        return made if made in self._positions else (WHOLE, *made[1:])
+        made = (INPUT, stage + 1, microbatch)
+        if made in self._positions:
+            return made
+        return WHOLE, stage + 1, microbatch
 
     # Messages leave in the order in which they were made, so that the one to be passed is that of
     # the last step before that sends anything.
@@ -188,6 +203,7 @@ class _CriticalPath:
         program = self._times.programs[rank]
         for before in reversed(range(position)):
             kind, stage, _ = program[before]
-            if self._pipeline.hops[kind][stage] is not None:
+            hop = self._pipeline.hops[kind][stage]
+            if hop is not None:
                 return before
         return None

@@ -25,7 +25,15 @@ from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 SECRET_BYTES = 32
 _HELLO_KEY = "dpipe-hello-bin"  # "-bin": only then gRPC takes any bytes
 _SECRET_KEY = "dpipe-secret-bin"  # noqa: S105 - the header's name, not a secret
-_MESSAGE_BYTES = 2 << 20  # about the most, of the 4 MiB that gRPC takes
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+# The most in a message: one that a connection has not brought whole is lost with it. gRPC takes
+# 4 MiB; each message of tensors costs, so that theirs are large.
+_MESSAGE_BYTES = 64 << 10
+_BULK_BYTES = 2 << 20
 _LINGER_S = 0.5  # for the last message to leave, before the stream is cancelled
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 
@@ -33,11 +41,13 @@ _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 class GrpcStream(Stream):
     """See `frames.Stream`. gRPC is to send what `outgoing` gives, at either end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bulk: bool = False) -> None:
+        self._most_bytes = _BULK_BYTES if bulk else _MESSAGE_BYTES
         self._changed = Condition()  # guards what is below
         self._message: bytes | None = None  # to be sent next
         self._ended = False
         self._over = False
+        self._closed = False
         self._linger: Timer | None = None
         self._call: Any = None
         self._channel: grpc.Channel | None = None
@@ -70,17 +80,11 @@ class GrpcStream(Stream):
             yield message
 
     def write(self, *parts: bytes | memoryview) -> None:
-        few: list[bytes | memoryview] = []
-        num_bytes = 0
-        for part in parts:
-            few.append(part)
-            num_bytes += len(part)
-            if num_bytes >= _MESSAGE_BYTES:
-                self._put(b"".join(few))
-                few = []
-                num_bytes = 0
-        if few:
-            self._put(b"".join(few))
+        whole = b"".join(parts)
+        if len(whole) <= self._most_bytes:
+            return self._put(whole)
+        for start in range(0, len(whole), self._most_bytes):
+            self._put(whole[start : start + self._most_bytes])
 
     def can_write(self) -> bool:
         return self._message is None
@@ -121,11 +125,15 @@ class GrpcStream(Stream):
     def give_up(self) -> None:
         self._finish()
         self._call.cancel()
+        if self._closed and self._channel is not None:
+            self._channel.close()
 
     def close(self) -> None:
-        self.give_up()
-        if self._channel is not None:
-            self._channel.close()
+        with self._changed:
+            self._closed = True
+            lingers = self._linger is not None and self._linger.is_alive()
+        if not lingers:
+            self.give_up()
 
     def _put(self, message: bytes) -> None:
         with self._changed:
@@ -141,9 +149,6 @@ class GrpcStream(Stream):
         with self._changed:
             self._over = True
             self._changed.notify_all()
-            linger = self._linger
-        if linger is not None:
-            linger.cancel()
 
 
 class Dialling:
@@ -163,7 +168,7 @@ class Dialling:
         """`secret` is what the first greeting of a session gave, where the hello resumes."""
         self._hello = hello
         self._secret = secret
-        self._stream = GrpcStream()
+        self._stream = GrpcStream(bulk=bulk)
         channel = open_channel(
             address, security, own_connection=True, bulk=bulk, silence_s=silence_s
         )
@@ -180,7 +185,9 @@ class Dialling:
         self._call.cancel()
 
     def greet(self, deadline: float) -> tuple[GrpcStream, Greeted]:
-        """Raises as `greeting.call` does, and `OSError` where nobody is."""
+        """Raises as `greeting.call` does, and `OSError` where nobody is; from gRPC's own error,
+        where there is one.
+        """
         late = Timer(max(0.0, deadline - time.monotonic()), self.cancel)
         late.daemon = True
         late.start()
@@ -189,8 +196,8 @@ class Dialling:
         except grpc.RpcError as error:
             self._stream.close()
             if time.monotonic() >= deadline:
-                raise TimeoutError from None
-            raise _refusal(error) from None
+                raise TimeoutError from error
+            raise _refusal(error) from error
         except BaseException:
             self._stream.close()
             raise
@@ -224,12 +231,12 @@ def _refusal(error: grpc.RpcError) -> Exception:
     """Why no stream was opened."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     why = why_ended(error)
-    match code:
-        case grpc.StatusCode.UNAVAILABLE if "Connection refused" in why:
-            return ConnectionRefusedError(why)
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return ConnectionError(why)
-    return JoinError(why)
+    if code in _REFUSALS:
+        return JoinError(why)
+    # Any other: a connection that breaks early looks like many things.
+    if "Connection refused" in why:
+        return ConnectionRefusedError(why)
+    return ConnectionError(why)
 
 
 def why_ended(error: grpc.RpcError) -> str:

@@ -78,6 +78,7 @@ class LinkSession:
         self.secret = b""  # what the two ends alone know
         self.received = 0
         self.stalled = False  # the last connection moved nothing of what this end wrote
+        self.fell_silent = False  # the last connection, and was not closed
         self.silence_s = window_s / 8
         self._window_s = window_s
         self._may_resume = may_resume
@@ -137,6 +138,7 @@ class LinkSession:
                 kept.own()
             self._outgoing = deque(self._after(arrived))
             self._resumed_at = arrived
+            self.fell_silent = False
             self._frames = frames
             self._changed.notify_all()
 
@@ -198,6 +200,7 @@ class LinkSession:
         if since is not None:
             silent_s = now - max(since, frames.heard_at, stopped_until)
             if silent_s > self.silence_s:
+                self.fell_silent = True
                 self.broke(frames, f"nothing came for {self.silence_s:g} s")
         if now - frames.wrote_at > self.silence_s / _BEATS or self.received > self._told:
             self._tell()

@@ -8,7 +8,6 @@ simulation.py the model behind them, event by event
 machine.py    the clock, the cores of a host and the egress of a rank, in a simulation
 exchanges.py  the replicas of a pipeline in a simulation, and what their stages exchange
 votes.py      the ballots before an optimizer step in a simulation
-timers.py     where a rank's time goes, by the names of Megatron-LM's timers
 summary.py    bubble, overlap, bytes a link
 chrome.py     a trace for Perfetto and chrome://tracing
 

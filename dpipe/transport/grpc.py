@@ -82,15 +82,16 @@ class GrpcTransport(SessionMesh):
                 connection.session.secret = state.secret
         except DpipeError as refusal:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
-        stream = GrpcStream()
+        stream = GrpcStream(bulk=True)
         stream.carry(context, messages)
-        # The dialler waits for it: a stream that was only opened may be anybody's.
-        state.hello.CopyFrom(hello)
-        yield state.SerializeToString()
+        # First: the peer may dial again before gRPC has found out that it sent the greeting.
         if hello.resumes:
             self._go_on(connection, stream, hello, state)
         else:
             connection.start(Frames(stream))
+        # The dialler waits for it: a stream that was only opened may be anybody's.
+        state.hello.CopyFrom(hello)
+        yield state.SerializeToString()
         yield from stream.outgoing()
 
     def _go_on(

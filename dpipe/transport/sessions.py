@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Event, Lock, Thread
 
-from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
+from dpipe.errors import JoinError, TransferError, TransferTimeout
 from dpipe.session.dial import smaller
 from dpipe.session.frames import Frames
 from dpipe.session.greeting import Greeted
+from dpipe.session.redial import GREETING_S, dial_again
 from dpipe.session.session import LinkSession, reason_of
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, Connection, Mesh
@@ -31,9 +32,6 @@ from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 LOG = logging.getLogger("dpipe")
-GREETING_S = 5.0  # for either end to say who it is
-_FIRST_PAUSE_S = 0.02  # between attempts to dial again
-_PAUSE_S = 1.0
 _WATCHES = 160  # looks at each connection in `heartbeat_s`, in which it is to be heard 32 times
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
 
@@ -233,30 +231,23 @@ class SessionMesh(Mesh[SessionConnection]):
             end.break_off(TransferError(f"{end.peer_name} is no dpipe transport: {error}"))
 
     def _dial_again(self, connection: SessionConnection, address: str) -> None:
-        """Try until a connection has taken the place of the broken one, or it is too late."""
         session = connection.session
         broke_at = time.monotonic()
-        pause_s = _FIRST_PAUSE_S
         made_smaller = session.stalled
         if made_smaller:
             connection.segment = smaller(connection.segment)
-        while session.awaits_another() and not self._stopping.is_set():
-            try:
-                resumed = self._resume(connection, address, may_stall=made_smaller)
-            except (OSError, ValueError) as error:
-                refused = isinstance(error, ConnectionRefusedError)
-                if refused and time.monotonic() - broke_at > session.silence_s / 2:
-                    session.close(f"{session.why}, and nothing listens there any more")
-                self._stopping.wait(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_S)
-            except DpipeError as refusal:
-                session.close(f"{session.why}; dialled again, it says: {refusal}")
-            else:
-                if resumed:
-                    self._log_resumed(connection, broke_at)
-                    return session.send_again()
-                made_smaller = True
-                connection.segment = smaller(connection.segment)
+
+        def resume() -> bool:
+            nonlocal made_smaller
+            if self._resume(connection, address, may_stall=made_smaller):
+                return True
+            made_smaller = True
+            connection.segment = smaller(connection.segment)
+            return False
+
+        if dial_again(session, resume, self._stopping, session.silence_s / 2):
+            self._log_resumed(connection, broke_at)
+            session.send_again()
 
     def _resume(self, connection: SessionConnection, address: str, *, may_stall: bool) -> bool:
         """Go on with the session on a new connection, unless it would stall as the last one."""

@@ -16,10 +16,11 @@ from dpipe.errors import DpipeError, JoinError
 from dpipe.session import greeting
 from dpipe.session.dial import dial
 from dpipe.session.frames import Frames
+from dpipe.session.redial import GREETING_S
 from dpipe.session.session import LinkSession
 from dpipe.session.stream import Tls, shut, stream_over, tune
 from dpipe.transport.mesh import MAX_LINKS, WAKE_S
-from dpipe.transport.sessions import GREETING_S, Called, SessionConnection, SessionMesh
+from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 

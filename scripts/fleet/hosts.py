@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from dpipe.errors import InputError
+from dpipe.errors import InputError, ProfileError
 from dpipe.machines.file import load_machines
 from dpipe.toml import parse_toml, read_text
 
@@ -163,8 +163,12 @@ def load_hosts(path: Path) -> Hosts:
 
 
 def _of_machines(path: Path) -> list[dict[str, Any]]:
+    try:
+        cluster = load_machines(path)
+    except ProfileError as error:
+        raise HostsError(str(error)) from None
     hosts = []
-    for machine in load_machines(path).machines:
+    for machine in cluster.machines:
         if machine.host is None:
             raise HostsError(
                 f"machines file {path}: machine {machine.name!r} has no host, the address at which "

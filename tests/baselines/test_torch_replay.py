@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from dpipe.baselines.torch_replay import check_config, main
 from dpipe.config.load import Config, build
@@ -14,6 +15,7 @@ from dpipe.errors import ConfigError
 from dpipe.plan.forecast import forecast
 from dpipe.processes.launch import launch
 from dpipe.report.metrics import read_rows
+from dpipe.schedule.generate import zb_v
 
 TABLE = {
     "model": {"layers": "replay"},
@@ -33,10 +35,19 @@ def a_config(**overrides: object) -> Config:
     return build(TABLE).with_(**overrides)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])  # of torch itself, and by CSV
-def test_step_takes_the_time_of_its_waits(schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [("gpipe", 1), ("zero-bubble", 1), ("zb-v", 2)],  # of torch itself, and by CSV
+)
+def test_step_takes_the_time_of_its_waits(schedule: str, per_rank: int, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(FILE)
-    overrides = [f"run.folder={tmp_path / 'run'}", f"pipeline.schedule={schedule}"]
+    pipeline = {
+        "pipeline.stages": 2 * per_rank,
+        "pipeline.stages_per_rank": per_rank,
+        "pipeline.schedule": schedule,
+    }
+    overrides = [f"{key}={value}" for key, value in pipeline.items()]
+    overrides.append(f"run.folder={tmp_path / 'run'}")
     given = [word for override in overrides for word in ("-o", override)]
     argv = [
         sys.executable,
@@ -51,7 +62,8 @@ def test_step_takes_the_time_of_its_waits(schedule: str, tmp_path: Path) -> None
     ), said
     rows = read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1]
-    predicted_s = forecast(a_config(pipeline__schedule=schedule)).step_us / 1e6
+    config = a_config(**{key.replace(".", "__"): value for key, value in pipeline.items()})
+    predicted_s = forecast(config).step_us / 1e6
     assert predicted_s - 0.005 <= rows[1]["step_s"] < 2 * predicted_s
 
 
@@ -90,3 +102,15 @@ def test_refusal_ends_with_2_and_without_a_folder(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "pipeline.wire must be" in result.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("microbatches", [1, 3, 12])
+def test_zb_v_is_torch_s(ranks: int, microbatches: int) -> None:
+    theirs = ScheduleZBVZeroBubble.__new__(ScheduleZBVZeroBubble)
+    theirs.pp_group_size = ranks
+    theirs.num_stages = 2 * ranks
+    theirs._n_microbatches = microbatches
+    for rank, program in enumerate(zb_v(2 * ranks, microbatches).programs):
+        actions = theirs._calculate_single_rank_operations(rank)
+        assert [str(action) for action in actions if action] == [*map(str, program)]

@@ -37,7 +37,11 @@ WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
         ),
         (
             {"pipeline": {"stages": 4, "stages_per_rank": 2}},
-            'above 1 goes with pipeline.schedule "gpipe" or "interleaved"',
+            'above 1 goes with pipeline.schedule "gpipe", "interleaved" or "zb-v"',
+        ),
+        (
+            {"pipeline": {"stages": 6, "stages_per_rank": 3, "schedule": "zb-v"}},
+            '"zb-v" needs pipeline.stages_per_rank 2',
         ),
         (
             {"pipeline": {"stages": 4, "schedule": "interleaved"}},

@@ -11,45 +11,12 @@ import threading
 import time
 from types import SimpleNamespace
 
-import grpc
 import pytest
+from support.coordinator_stranger import Stranger
 
-from dpipe.coordinator import frame, limits
+from dpipe.coordinator import frame
 from dpipe.errors import JoinError, RunAborted
-from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.v1 import coordinator_pb2 as pb
-
-
-class Stranger:
-    """A client that sends whatever a test wants."""
-
-    def __init__(self, port: int, *frames: bytes) -> None:
-        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        for piece in frames:
-            self._frames.put(piece)
-        self._channel = open_channel(f"127.0.0.1:{port}", Security(), own_connection=True)
-        self._call = self._channel.stream_stream(frame.METHOD)(
-            iter(self._frames.get, None), metadata=token_metadata(Security())
-        )
-
-    def hears(self) -> list[str]:
-        """The kinds of what the server says until it ends the stream."""
-        try:
-            return [
-                str(m.WhichOneof("kind"))
-                for m in frame.assemble(
-                    self._call, pb.FromCoordinator, limits.FROM_COORDINATOR.__getitem__
-                )
-            ]
-        except grpc.RpcError as error:
-            return [str(error.code())]
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        self._frames.put(None)
-        self._call.cancel()
-        self._channel.close()
 
 
 def _frames(message: pb.ToCoordinator) -> bytes:
@@ -114,7 +81,7 @@ def test_rank_that_talks_nonsense_is_lost(run, nonsense):
 def test_silent_rank_is_lost_within_a_heartbeat(run):
     server = run.serve(2, heartbeat_s=0.5)
     silent = Stranger(server.port, _join(0, 2))
-    first = run.join(1, 2)
+    first = run.join(1, 2, heartbeat_s=0.5)
     with pytest.raises(RunAborted, match=r"lost rank 0 \(127.0.0.1\): no sign of life for 0.5 s"):
         first.gather("step/1", b"").wait(5)
     silent.close()
@@ -175,7 +142,7 @@ class _SlowToEnd(queue.SimpleQueue):
 
 
 def test_close_outlasts_the_readers(run, monkeypatch):
-    monkeypatch.setattr("dpipe.coordinator.server.queue", SimpleNamespace(SimpleQueue=_SlowToEnd))
+    monkeypatch.setattr("dpipe.coordinator.line.queue", SimpleNamespace(SimpleQueue=_SlowToEnd))
     (alone,) = run.meet(1)
     alone.close()
     run.servers[0].close()
@@ -212,7 +179,10 @@ def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s,
     argv = [sys.executable, "-c", JOIN_AND_WAIT, f"127.0.0.1:{server.port}", str(heartbeat_s)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         try:
-            first, third = run.at_once(lambda: run.join(0, 3), lambda: run.join(2, 3))
+            first, third = run.at_once(
+                lambda: run.join(0, 3, heartbeat_s=heartbeat_s),
+                lambda: run.join(2, 3, heartbeat_s=heartbeat_s),
+            )
             assert process.stdout.readline() == b"joined\n"
             waiting = [first.gather("step/1", b""), third.gather("step/1", b"")]
             killed_at = time.monotonic()

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 from fleet.hosts import load_hosts
 from pages import DOCS, NAMES, ROOT, blocks, commands, inline_code
 
-from dpipe.config.load import Config, load
+from dpipe.config.load import Config, build, load
+from dpipe.machines.hosts import load_hosts_network
+from dpipe.machines.machine import LayerTime, Machine
 from dpipe.network.profile import load_network
+from dpipe.plan.forecast import forecast
 
 SECTIONS = Config.model_fields
 _KEY = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b")
@@ -137,9 +141,24 @@ def test_configuration_that_is_shown_can_be_loaded(name: str, tmp_path: Path) ->
 
 
 def test_network_profile_that_is_shown_can_be_loaded(tmp_path: Path) -> None:
-    (profile,) = [block for block in blocks(DOCS / "networks.md", "toml") if block.file]
+    (profile,) = [b for b in blocks(DOCS / "networks.md", "toml") if b.file == "slow.toml"]
     (tmp_path / "slow.toml").write_text(profile.text, encoding="utf-8")
     assert load_network(tmp_path / "slow.toml").link(1, 0).delay_ms == 50
+
+
+def test_file_of_machines_that_is_shown_can_be_used(tmp_path: Path) -> None:
+    """Every key that there is stands in it, and a job runs on its machines."""
+    (shown,) = [b for b in blocks(DOCS / "networks.md", "toml") if b.file == "machines.toml"]
+    path = tmp_path / "machines.toml"
+    path.write_text(shown.text, encoding="utf-8")
+    keys = {each.name for kind in (Machine, LayerTime) for each in fields(kind)}
+    assert [key for key in keys - {"layers"} if f"\n{key} = " not in shown.text] == []
+    assert len(load_hosts(path).hosts) == 3
+    assert load_hosts_network(path).link(0, 2).bandwidth_gbps < 0.11
+    predict = {"machines": str(path)}
+    pipeline = {"stages": 4, "schedule": "zero-bubble", "split": [2, 2, 1, 1]}
+    (costs,) = forecast(build({"predict": predict, "pipeline": pipeline})).costs
+    assert costs.forward_us[:2] == pytest.approx((200 + 3100, 2 * 3100))
 
 
 def test_hosts_file_that_is_shown_can_be_loaded(

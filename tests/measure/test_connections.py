@@ -76,6 +76,13 @@ def test_wrong_token_is_refused() -> None:
         assert second.peers == {}
 
 
+def test_long_refusal_is_cut(two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two[1], "_refusal", lambda hello: "\x1b" + 3000 * "x")
+    reasons, _ = opened(two, addresses_of(two))
+    assert len(reasons[1]) < 600
+    assert "\\x1bxxx" in reasons[1]
+
+
 @pytest.mark.parametrize(
     ("hello", "refusal"),
     [

@@ -11,6 +11,7 @@ from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError
 from dpipe.measure import layers
 from dpipe.measure.layers import time_layers
+from dpipe.measure.this_machine import _name_of, describe_this_machine
 from dpipe.stage.model import LayeredModel
 
 TINY = {"num_layers": 3, "width": 16, "num_heads": 2, "context": 8}
@@ -90,6 +91,23 @@ def test_users_own_layers_are_measured_by_index_and_alike_ones_once(
         assert each.backward_ms >= 2 * expected_ms
         assert each.backward_input_ms >= 2 * expected_ms
     assert second.backward_weight_ms < 40, "it has no linear layer"
+
+
+@pytest.mark.gpu
+def test_layers_and_memory_of_a_gpu_are_measured() -> None:
+    settings = build({"model": TINY, "train": {"batch_size": 8}, "node": {"device": "cuda"}})
+    here = describe_this_machine(settings, (2,), None, None)
+    assert here.device.startswith("cuda ")
+    assert here.devices == torch.cuda.device_count()
+    assert here.memory_gb > 0
+    assert [layer.kind for layer in here.layers] == ["embedding", "block", "head"]
+
+
+def test_name_of_a_machine_is_that_of_its_host() -> None:
+    assert _name_of("gpu-3.example.org") == "gpu-3.example.org"
+    assert _name_of("my machine") == "my-machine"
+    assert len(_name_of(200 * "x")) == 90
+    assert _name_of("") == "machine"
 
 
 def test_replay_has_no_layers() -> None:

@@ -102,7 +102,7 @@ class Rank:
 
 def trained(kind: str, schedule: str, replicas: int) -> list[dict[str, torch.Tensor]]:
     """All parameters of each replica, by name."""
-    per_rank = 2 if schedule == "interleaved" else 1
+    per_rank = 2 if schedule in ("interleaved", "zb-v") else 1
     config = build(
         {
             "train": {
@@ -158,7 +158,7 @@ def alone() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"])
 @pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
 def test_replicas_equal_one_process_and_each_other(kind: str, schedule: str, replicas: int) -> None:
     first, *others = trained(kind, schedule, replicas)

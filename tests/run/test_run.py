@@ -47,7 +47,17 @@ CUTS: dict[str, dict[str, Any]] = {
         "pipeline__stages_per_rank": 2,
         "pipeline__schedule": "interleaved",
     },
+    "two ranks, zb-v": {
+        "pipeline__stages": 4,
+        "pipeline__stages_per_rank": 2,
+        "pipeline__schedule": "zb-v",
+    },
     "two stages, auto": {"pipeline__stages": 2, "pipeline__schedule": "auto"},
+    "two ranks, auto": {
+        "pipeline__stages": 4,
+        "pipeline__stages_per_rank": 2,
+        "pipeline__schedule": "auto",
+    },
     "uneven split": {"pipeline__stages": 2, "pipeline__split": (1, 3)},
     "measured split": {"pipeline__stages": 2, "pipeline__split": "measured"},
     "recompute": {"pipeline__recompute": "full"},
@@ -86,6 +96,20 @@ def test_tied_embeddings_are_the_same_bit_for_bit(
     whole = losses(tiny(model__tie_embeddings=True))
     cut = tiny(
         model__tie_embeddings=True, pipeline__stages=stages, run__folder=str(tmp_path / "cut")
+    )
+    assert losses(cut) == whole
+
+
+def test_both_ends_of_a_tied_embedding_may_live_on_one_rank(
+    tiny: Make, losses: Losses, tmp_path: Path
+) -> None:
+    whole = losses(tiny(model__tie_embeddings=True))
+    cut = tiny(
+        model__tie_embeddings=True,
+        pipeline__stages=4,
+        pipeline__stages_per_rank=2,
+        pipeline__schedule="zb-v",
+        run__folder=str(tmp_path / "cut"),
     )
     assert losses(cut) == whole
 

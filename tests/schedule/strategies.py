@@ -2,7 +2,14 @@
 
 from hypothesis import strategies as st
 
-from dpipe.schedule.generate import forward_only, generate, gpipe, interleaved, least_in_flight
+from dpipe.schedule.generate import (
+    forward_only,
+    generate,
+    gpipe,
+    interleaved,
+    least_in_flight,
+    zb_v,
+)
 from dpipe.schedule.schedule import Schedule
 
 counts = st.integers(1, 6)
@@ -11,7 +18,11 @@ counts = st.integers(1, 6)
 @st.composite
 def generated(draw: st.DrawFn) -> Schedule:
     ranks, per_rank, microbatches = draw(counts), draw(st.integers(1, 3)), draw(st.integers(1, 13))
-    name = draw(st.sampled_from(["gpipe", "forward-only", "1f1b", "interleaved", "zero-bubble"]))
+    name = draw(
+        st.sampled_from(["gpipe", "forward-only", "1f1b", "interleaved", "zero-bubble", "zb-v"])
+    )
+    if name == "zb-v":
+        return zb_v(2 * ranks, microbatches)
     if name in ("gpipe", "forward-only"):
         return (gpipe if name == "gpipe" else forward_only)(
             ranks * per_rank, microbatches, per_rank

@@ -17,6 +17,7 @@ from dpipe.schedule.generate import (
     interleaved,
     least_in_flight,
     one_f_one_b,
+    zb_v,
     zero_bubble,
 )
 from dpipe.schedule.text import draw
@@ -55,6 +56,23 @@ def test_1f1b_warms_up_by_the_distance_from_the_end():
         rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
         rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """)
+
+
+def test_zb_v_goes_down_the_ranks_and_up_again():
+    assert draw(zb_v(4, 3)) == picture("""
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2  .
+        rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+    """)
+    assert zb_v(8, 3).rank_of_stage == (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+@pytest.mark.parametrize("ranks", range(1, 6))
+@pytest.mark.parametrize("microbatches", [1, 2, 7, 16])
+def test_zb_v_holds_as_much_as_1f1b(ranks, microbatches):
+    schedule = zb_v(2 * ranks, microbatches)
+    check(schedule)
+    # In stages half as large.
+    assert max(peak_in_flight(schedule)) <= 2 * ranks
 
 
 def test_1f1b_in_flight_deepens_every_rank_in_proportion():
@@ -130,7 +148,8 @@ def test_zero_bubble_keeps_both_limits(stages, microbatches, in_flight, memory_l
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_generate_makes_each_schedule_by_name(name):
-    schedule = generate(name, 4, 8)
+    per_rank = GENERATORS[name].only_stages_per_rank or 1
+    schedule = generate(name, 4 * per_rank, 8, stages_per_rank=per_rank)
     assert schedule.name == name
     assert (schedule.num_ranks, schedule.num_microbatches) == (4, 8)
 
@@ -153,6 +172,9 @@ def test_generate_deals_stages_out_round_robin():
         (("gpipe", 4, 8), {"in_flight": 2}, "'gpipe' takes no in_flight"),
         (("gpipe", 4, 8), {"stages_per_rank": 0}, "stages_per_rank must be at least 1, got 0"),
         (("interleaved", 5, 8), {"stages_per_rank": 2}, "5 stages cannot be dealt out by 2 a rank"),
+        (("zb-v", 5, 8), {"stages_per_rank": 2}, "5 stages cannot be dealt out by 2 a rank"),
+        (("zb-v", 4, 0), {"stages_per_rank": 2}, "num_microbatches must be at least 1, got 0"),
+        (("zb-v", 4, 8), {}, "stages_per_rank must be 2, got 1"),
         (
             ("interleaved", 8, 8),
             {"stages_per_rank": 2, "in_flight": 4},

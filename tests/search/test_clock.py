@@ -25,7 +25,9 @@ NETWORKS = st.builds(
 @settings(deadline=None, max_examples=80)
 @given(
     NETWORKS,
-    st.sampled_from([("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)]),
+    st.sampled_from(
+        [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("zb-v", 2)]
+    ),
     st.integers(1, 5),
     st.integers(0, 2_000_000),
 )
@@ -33,7 +35,9 @@ def test_clock_takes_as_long_as_the_simulation(network, generator, microbatches,
     name, per_rank = generator
     cost = Cost.uniform(3 * per_rank, 5_000, 11_000, message_bytes=size)
     schedule = generate(name, 3 * per_rank, microbatches, stages_per_rank=per_rank)
-    pipeline = Pipeline(cost, network, microbatches, 3, (0.0,) * 3)
+    tails_us = (0.0,) * 3
+    placement = schedule.rank_of_stage
+    pipeline = Pipeline(cost, network, microbatches, 3, tails_us, placement=placement)
     times = Replay(pipeline, programs_of(schedule)).run()
     simulated_us = simulate_alone(Scenario(schedule, cost, network)).duration_us
     assert times.score_us == pytest.approx(simulated_us, rel=1e-9)

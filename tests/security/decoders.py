@@ -41,11 +41,13 @@ from dpipe.errors import (
     ScheduleError,
     TransferError,
 )
-from dpipe.machines.file import load_machines
+from dpipe.machines.file import dump_machines, load_machines, parse_machines
+from dpipe.machines.hosts import load_hosts_network
 from dpipe.measure import notes, reports
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.planner.plan_file import load_plan
 from dpipe.report.metrics import keep_rows_before, read_rows
 from dpipe.report.trace import (
     StepSpans,
@@ -71,6 +73,7 @@ from dpipe.store.run_folder import load_configuration
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
+from dpipe.toml import parse_toml
 from dpipe.wire import message
 from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS
@@ -678,6 +681,29 @@ RUN_FOLDER = [
 
 # Files that people share
 
+_PLAN = """
+[plan]
+model = "70b818208d4cfcff"
+machines = "machines"
+step_s = 0.35
+price_per_million_tokens = 0.08
+[train]
+num_microbatches = 2
+[pipeline]
+stages = 2
+split = [4, 2]
+schedule = "auto"
+programs = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+[tensor_parallel]
+size = 2
+[data_parallel]
+kind = "all-reduce"
+replicas = 2
+[[replica]]
+machines = ["a", "b"]
+[[replica]]
+machines = ["c", "d"]
+"""
 _MACHINES = """
 [measured]
 at = "2026-11-23T12:00:00Z"
@@ -798,6 +824,12 @@ def _cache_of(name: str) -> list[bytes]:
     return [(inside / name).read_bytes()]
 
 
+def _machines_of_hosts(path: Path) -> object:
+    """Read as what it says it is, and as machines; what is read can be written."""
+    load_hosts_network(path)
+    return parse_machines(parse_toml(dump_machines(load_machines(path))))
+
+
 FILES = [
     Decoder(
         "network profile",
@@ -807,11 +839,18 @@ FILES = [
         ("dpipe.toml:parse_toml", "dpipe.network.profile:load_network"),
     ),
     Decoder(
+        "plan file",
+        of_file("plan.toml", load_plan),
+        (ConfigError,),
+        _text(_PLAN),
+        ("dpipe.planner.plan_file:load_plan",),
+    ),
+    Decoder(
         "machines file",
-        of_file("machines.toml", load_machines),
+        of_file("machines.toml", _machines_of_hosts),
         (ProfileError,),
         _text(_MACHINES),
-        ("dpipe.machines.file:load_machines",),
+        ("dpipe.machines.file:load_machines", "dpipe.machines.file:lists_machines"),
     ),
     Decoder(
         "configuration",

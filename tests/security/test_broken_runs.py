@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.broken_path import BrokenPath
 from support.small_job import small_toml
 
 from dpipe.config.load import Config, load
+from dpipe.coordinator.client import Coordinator
 from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.transport.sessions import SessionMesh
@@ -26,7 +28,9 @@ Losses = Callable[..., list[float]]
 
 @pytest.fixture
 def break_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], list[BrokenPath]]]:
-    """From then on every rank dials every other through a path that resets connections."""
+    """From then on every rank dials every other, and the coordinator, through a path that resets
+    connections.
+    """
     made: list[BrokenPath] = []
     reset_after = 0.0  # bytes, on average
     connect = SessionMesh.connect
@@ -44,10 +48,18 @@ def break_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], l
                 through[rank] = path.address
             connect(end, through, peers)
 
+        join = Coordinator.join
+
+        def join_through_a_path(address: str, *others: Any, **settings: Any) -> Coordinator:
+            path = BrokenPath(int(address.rpartition(":")[2]), reset_after=5_000, seed=len(made))
+            made.append(stack.enter_context(path))
+            return join(path.address, *others, **settings)
+
         def begin(mean: float) -> list[BrokenPath]:
             nonlocal reset_after
             reset_after = mean
             monkeypatch.setattr(SessionMesh, "connect", connect_through_paths)
+            monkeypatch.setattr(Coordinator, "join", join_through_a_path)
             return made
 
         yield begin

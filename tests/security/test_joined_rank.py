@@ -4,7 +4,6 @@ test tries an attack on a real server.
 
 import contextlib
 import json
-import queue
 import re
 import socket
 import threading
@@ -22,13 +21,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coordinator_stranger import Stranger
 
 from dpipe.config.load import Config
 from dpipe.coordinator import frame
 from dpipe.coordinator.base import Gathered
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.membership import Membership
-from dpipe.coordinator.server import CoordinatorServer
+from dpipe.coordinator.server import CoordinatorServer, _Guest
 from dpipe.errors import JoinError, RunAborted, TransferError
 from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
@@ -36,7 +36,6 @@ from dpipe.run.parameter_servers import _beside
 from dpipe.session import greeting, grpc_stream
 from dpipe.store.run_folder import keep_upload
 from dpipe.wire.message import Header
-from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1 import coordinator_pb2 as pb
 from dpipe.wire.v1.transport_pb2 import Hello
@@ -44,29 +43,12 @@ from dpipe.wire.v1.transport_pb2 import Hello
 PUT_OUT = r"rank 1 \(127\.0\.0\.1\) was put out: it sent what dpipe does not send \("
 
 
-class EvilRank:
-    """Rank 1, which sends what a test wants. It reads nothing unless `reads`."""
+class EvilRank(Stranger):
+    """Rank 1, which sends what a test wants. It reads nothing."""
 
     def __init__(self, port: int, *, shared: str = "{}") -> None:
-        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._channel = open_channel(f"127.0.0.1:{port}", Security(), own_connection=True)
-        self._call = self._channel.stream_stream(frame.METHOD)(
-            iter(self._frames.get, None), metadata=token_metadata(Security())
-        )
+        super().__init__(port, rank=1)
         self.send(join=pb.Join(protocol=frame.PROTOCOL, rank=1, world_size=2, shared=shared))
-
-    def send(self, **message: object) -> None:
-        for piece in frame.cut(pb.ToCoordinator(**message)):
-            self._frames.put(piece)
-
-    def send_frames(self, *frames: bytes) -> None:
-        for piece in frames:
-            self._frames.put(piece)
-
-    def close(self) -> None:
-        self._frames.put(None)
-        self._call.cancel()
-        self._channel.close()
 
 
 class Attack:
@@ -311,6 +293,14 @@ def fuzzed() -> Iterator[CoordinatorServer]:
     server.close(wait_s=0.0)
 
 
+class _Says(_Guest):
+    """A guest whose session has brought `frames`, and takes what it is told."""
+
+    def __init__(self, peer: str, frames: list[bytes]) -> None:
+        super().__init__(1, peer, 40.0)
+        self.line.frames = lambda: iter(frames)  # type: ignore[method-assign]
+
+
 def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> None:
     """Without a network, because its buffers would take the first answers."""
     fuzzed._membership = Membership(2, heartbeat_s=1e9, join_s=1e9, now=0.0)
@@ -321,7 +311,7 @@ def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> 
     fuzzed._membership.join(first, "ipv4:10.0.0.7:1", honest.append, 0.0)
     words = [pb.ToCoordinator(join=second), *[pb.ToCoordinator(ping=pb.Ping())] * 11_000]
     frames = [piece for message in words for piece in frame.cut(message)]
-    fuzzed._read(iter(frames), "ipv4:127.0.0.1:5", queue.SimpleQueue())
+    fuzzed._read(_Says("ipv4:127.0.0.1:5", frames))
     (reason,) = [heard.abort.reason for heard in honest if heard and heard.HasField("abort")]
     assert re.fullmatch(f"{PUT_OUT}more, with 10001 answers that it has not read.*", reason)
 
@@ -340,7 +330,7 @@ def test_server_answers_any_message_of_a_rank(
         second = pb.Join(protocol=frame.PROTOCOL, rank=1, world_size=2, shared="{}")
         messages = [pb.ToCoordinator(join=second), *messages]
     frames = [piece for message in messages for piece in frame.cut(message)]
-    fuzzed._read(iter([*frames, garbage]), "ipv4:10.0.0.1:5", queue.SimpleQueue())
+    fuzzed._read(_Says("ipv4:10.0.0.1:5", [*frames, garbage]))
     reasons = [heard.abort.reason for heard in honest if heard and heard.HasField("abort")]
     assert all(reason.replace("\n  ", "").isprintable() for reason in reasons)
     assert set(fuzzed._membership.members) <= {0}

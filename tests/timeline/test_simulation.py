@@ -164,8 +164,10 @@ def costs(draw: st.DrawFn, num_stages: int) -> Cost:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Schedule, Cost, Network]:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
-    per_rank = draw(st.integers(1, 3)) if name in ("gpipe", "interleaved") else 1
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"]))
+    per_rank = 2 if name == "zb-v" else 1
+    if name in ("gpipe", "interleaved"):
+        per_rank = draw(st.integers(1, 3))
     stages = draw(st.integers(1, 4)) * per_rank
     schedule = lower(
         generate(name, stages, draw(st.integers(1, 8)), stages_per_rank=per_rank),

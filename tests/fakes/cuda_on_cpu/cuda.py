@@ -41,6 +41,10 @@ def stand_in(device: "Device") -> None:
         "current_stream": current_stream,
         "memory_allocated": lambda of=None: device.memory_now(index(of)),
         "max_memory_allocated": lambda of=None: device.memory_peak(index(of)),
+        "mem_get_info": lambda of=None: (
+            properties(of).total_memory - device.memory_now(index(of)),
+            properties(of).total_memory,
+        ),
         "reset_peak_memory_stats": lambda of=None: device.reset_peak(index(of)),
         "get_device_name": lambda of=None: NAME,
         "get_device_properties": properties,

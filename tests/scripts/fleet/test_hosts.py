@@ -104,3 +104,8 @@ def test_hosts_are_those_of_a_file_of_machines(hosts):
 def test_machine_that_cannot_be_reached_is_named(hosts):
     with pytest.raises(HostsError, match="machine 'a' has no host, the address at which it is"):
         hosts('[[machine]]\nname = "a"')
+
+
+def test_mistake_in_a_file_of_machines_is_named(hosts):
+    with pytest.raises(HostsError, match="machines file .*: machine 'a': unknown key 'speed'"):
+        hosts('[[machine]]\nname = "a"\nspeed = 3')

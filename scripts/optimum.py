@@ -1,9 +1,11 @@
 """The exact optimum of a small pipeline, by a mixed-integer program (scipy's HiGHS).
 
 One variable a start of a computation, one a start of a message on the wire, and one that is 0 or 1
-for each pair on a rank whose order is open. Messages of a rank leave in the order in which they
-were made, so that order has no variable of its own. It knows links that are all alike, whose
-egress sends one message after another; `enumerated_us` knows all.
+for each pair on a rank whose order is open. Messages of a rank, or of a link where each has a rate
+of its own, leave in the order in which they were made, so that order has no variable of its own.
+
+Links that differ are taken not to hinder each other. Where a rank's interface is narrower than its
+links together, what comes out is a lower bound; `enumerated_us` knows those as well.
 """
 
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Pipeline, Program, Replay, Step
+from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Hop, Pipeline, Program, Replay, Step
 
 Durations = list[list[float]]  # by kind and stage
 
@@ -95,13 +97,20 @@ def _in_turn(
         ways = [(1, first, second, hops[0]), (0, second, first, hops[1])]
     for value, earlier, later, hop in ways:
         gaps = [(later, earlier, takes[earlier[0]][earlier[1]])]
-        if None not in hops:
+        if hop is not None and _hinder(pipeline, *hops):
             gaps.append((("sent", *later), ("sent", *earlier), hop.alone_us / scale))
         for after, before, gap in gaps:
             if value is None:
                 program.after(after, before, gap)
             else:
                 program.after_if(order, value, after, before, gap, horizon)
+
+
+def _hinder(pipeline: Pipeline, hop: Hop | None, other: Hop | None) -> bool:
+    """Whether one message has to wait for the other."""
+    if hop is None or other is None:
+        return False
+    return hop.target == other.target or all(pipeline.sends_in_turn)
 
 
 def _solved(program: _Rows, horizon: float) -> float:

@@ -1,6 +1,6 @@
+from dpipe.report.timers import PARTS, TIMERS, Timers, timers_ms
 from dpipe.schedule.action import parse_action
 from dpipe.timeline.span import Lane, Span
-from dpipe.timeline.timers import PARTS, TIMERS, Timers, timers_ms
 
 
 def span(lane: Lane, action: str, ms: float) -> Span:

@@ -1,0 +1,133 @@
+"""What a job leaves open, and what a plan may choose there.
+
+What the job's file or `-o` states is fixed. Formats that round are chosen only where the user
+allows them: they change the losses.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dpipe.config.load import Config
+from dpipe.config.section import Section
+from dpipe.errors import ConfigError
+from dpipe.schedule.generate import AUTO
+from dpipe.wire.format import FORMATS
+
+RECOMPUTES = ("none", "selective", "full")  # from the fastest to the leanest
+KINDS_THAT_AGREE = ("all-reduce", "sharded")  # to the same losses; of another the job has to say
+_MOST_MICRO_BATCHES = 256
+
+
+@dataclass(frozen=True)
+class OpenChoices:
+    """What each decision may be; of those that are as good the first is taken."""
+
+    stages: int | None  # None: any number
+    replicas: int | None
+    tensor_parallel: int | None
+    num_microbatches: int | None  # None: any that divides the batch
+    recompute: tuple[str, ...]
+    wires: tuple[str, ...]  # between stages
+    kinds: tuple[str, ...]  # of data parallelism
+    exchange_wires: tuple[str, ...]
+    schedule: str
+    in_flight: int | None
+    split: tuple[int, ...] | None  # layers a stage; None: any
+    batch_size: int
+    num_heads: int
+
+    def micro_batches(self, replicas: int) -> Iterator[int]:
+        """How many each of `replicas` may cut its share of the batch into."""
+        share, rest = divmod(self.batch_size, replicas)
+        if rest:
+            return
+        if self.num_microbatches is not None:
+            if share % self.num_microbatches == 0:
+                yield self.num_microbatches
+            return
+        for number in range(1, min(share, _MOST_MICRO_BATCHES) + 1):
+            if share % number == 0:
+                yield number
+
+    def may_replicate(self, replicas: int) -> bool:
+        if self.replicas is not None:
+            return replicas == self.replicas
+        return replicas == 1 or bool(self.kinds)
+
+    def group_sizes(self, most: int) -> Iterator[int]:
+        """Ranks of a tensor-parallel group, on machines of `most` devices at most."""
+        if self.tensor_parallel is not None:
+            yield self.tensor_parallel
+            return
+        for size in range(1, most + 1):
+            if self.num_heads % size == 0 and size & (size - 1) == 0:
+                yield size
+
+
+def choices_of(config: Config, formats: Sequence[str]) -> OpenChoices:
+    """`formats` are allowed where the job states none. Raises `ConfigError` for one that is not
+    known, and for a job that has no layers to place, or several stages on a rank.
+    """
+    for name in formats:
+        FORMATS.named(name)
+    _refuse_what_has_no_plan(config)
+    pipeline = config.pipeline
+    settings = config.data_parallel
+    split = pipeline.split if isinstance(pipeline.split, tuple) else None
+    stages: int | None = _stated(pipeline, "stages")
+    if split is not None:
+        stages = len(split)
+    kinds: tuple[str, ...] = KINDS_THAT_AGREE
+    if "kind" in settings.model_fields_set:
+        kinds = () if settings.active_kind.pattern is None else (settings.kind,)
+    return OpenChoices(
+        stages=stages,
+        replicas=_stated(settings, "replicas"),
+        tensor_parallel=_sizes_of_groups(config),
+        num_microbatches=_stated(config.train, "num_microbatches"),
+        recompute=_open(pipeline, "recompute", RECOMPUTES),
+        wires=_open(pipeline, "wire", [n for n in formats if FORMATS[n].between_stages]),
+        kinds=kinds,
+        exchange_wires=_open(settings, "wire", [n for n in formats if FORMATS[n].between_replicas]),
+        schedule=pipeline.schedule if "schedule" in pipeline.model_fields_set else AUTO,
+        in_flight=pipeline.in_flight,
+        split=split,
+        batch_size=config.train.batch_size,
+        num_heads=config.model.num_heads,
+    )
+
+
+def _refuse_what_has_no_plan(config: Config) -> None:
+    if not config.model.family.computes:
+        raise ConfigError(
+            f'model.layers "{config.model.layers}" has no layers to place: plan the model that it '
+            "stands for"
+        )
+    if config.pipeline.stages_per_rank > 1:
+        raise ConfigError(
+            "a plan places one stage on each rank: leave pipeline.stages_per_rank out"
+        )
+    if config.data_parallel.address:
+        raise ConfigError(
+            "a plan places ranks, not servers of their own: leave data_parallel.address out"
+        )
+
+
+def _sizes_of_groups(config: Config) -> int | None:
+    if not config.model.family.tensor_parallel:
+        return 1
+    size: int | None = _stated(config.tensor_parallel, "size")
+    return size
+
+
+def _stated(section: Section, key: str) -> int | None:
+    if key not in section.model_fields_set:
+        return None
+    value: int = getattr(section, key)
+    return value
+
+
+def _open(section: Section, key: str, choices: Sequence[str]) -> tuple[str, ...]:
+    if key in section.model_fields_set:
+        return (getattr(section, key),)
+    return tuple(choices)

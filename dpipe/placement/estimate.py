@@ -1,0 +1,293 @@
+"""How long a step of many placements takes, quickly: about the simulator's answer from below.
+
+Machines and stages are a pipeline of things that each do one micro-batch after another, M in all.
+With f and b what a stage computes forward and backward of one micro-batch, and hops that take
+bytes / rate + delay:
+
+    stage 0  [f]-.                                  .-[b]
+                  `-hop->                    <-hop-'
+    stage 1            [f]-.          .-[b]
+                            `-> ... -'
+             |-- head --|                    |-- tail --|      of stage 1
+             |------------------ round trip ------------|      of stage 0
+
+A replica takes at least the longest of these, by stage:
+
+    head + M (f + b) + tail                   it computes all micro-batches, and cannot begin
+                                              before the first comes, nor is the step over when
+                                              the last backward leaves it
+    head + M bytes / egress + tail            the same of what its machine sends, and receives;
+                                              ranks on one machine share both
+    round trip + (M - 1) x the slowest        forward, backward or direction of a link, which
+                                              all pass once
+    head + M / k x round trip + tail          where memory lets k micro-batches be under way
+
+Then the replicas of each stage exchange gradients, when the slowest has its own: as much as its
+slowest link, egress or ingress takes, and two delays. And the ballots of a step cross the network.
+
+Left out, which the simulator has: how forward and backward get in each other's way, the order of
+messages in an egress, what is computed during an exchange. In steps that a machine or a link fills,
+they are small.
+
+All arrays are [candidate, replica, stage] unless said otherwise.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpipe.placement.fleet import Floats, Ints
+from dpipe.placement.problem import PlanProblem
+from dpipe.placement.shape import PlanShape
+
+_GBIT = 8e-9  # in a byte
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the placements take. A seat is where one replica's stage is held."""
+
+    step_s: Floats  # [candidate]; infinite where it does not fit into memory, or lacks a link
+    computes_s: Floats  # by seat, the bounds of the docstring: [candidate, replica, stage]
+    sends_s: Floats
+    receives_s: Floats
+    passes_s: Floats
+    waits_s: Floats  # for what memory does not let be under way
+    computing_s: Floats  # by seat, in a step: what its machine is busy with
+    sending_s: Floats
+    receiving_s: Floats
+    exchange_s: Floats  # [candidate, stage]
+    replica_s: Floats  # [candidate, replica]
+
+    @property
+    def seats_s(self) -> Floats:
+        """The longest bound of each seat."""
+        bounds = (self.computes_s, self.sends_s, self.receives_s, self.waits_s, self.passes_s)
+        longest: Floats = np.maximum.reduce(bounds)
+        return longest
+
+
+def estimate(problem: PlanProblem, shape: PlanShape, seats: Ints, ends: Ints) -> Estimate:
+    """`seats` are units by candidate, replica and stage; `ends` [candidate, stage + 1] where each
+    stage's layers begin, and the number of layers.
+    """
+    # No link has a rate of 0: what crosses it takes for ever.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _Batch(problem, shape, seats, ends).estimate()
+
+
+class _Batch:
+    """Placements of one shape that are estimated together."""
+
+    def __init__(self, problem: PlanProblem, shape: PlanShape, seats: Ints, ends: Ints) -> None:
+        self._problem = problem
+        self._shape = shape
+        self._seats = seats
+        self._units = problem.units(shape.tensor_parallel)
+        self._begin = ends[:, None, :-1]
+        self._end = ends[:, None, 1:]
+        # The two ends of each hop.
+        self._here = seats[..., :-1]
+        self._there = seats[..., 1:]
+        self._kinds = self._units.kind[seats]
+        times = problem.times(shape)
+        self._forward_s = self._of_stages(times.forward)
+        self._backward_s = self._of_stages(times.backward)
+        # Where a backward pass may be split, the neighbour waits for the input's half alone.
+        self._returns_s = self._backward_s
+        if shape.splits:
+            self._returns_s = self._of_stages(times.input)
+        self._set_hops()
+
+    def _of_stages(self, summed: Floats) -> Floats:
+        """The layers of each seat, of `summed` [kind of machine, layer + 1]."""
+        after: Floats = summed[self._kinds, self._end]
+        before: Floats = summed[self._kinds, self._begin]
+        return after - before
+
+    def _of_layers(self, summed: Floats) -> Floats:
+        """The same of `summed` [layer + 1], which all machines have in common."""
+        after: Floats = summed[self._end]
+        before: Floats = summed[self._begin]
+        return after - before
+
+    def _set_hops(self) -> None:
+        units = self._units
+        forward, backward = self._problem.sent_bytes(self._shape)
+        hops = np.arange(self._shape.stages - 1)
+        last_layers = self._begin[..., 1:] - 1
+        forward_bytes = forward[hops, last_layers]
+        backward_bytes = backward[hops, last_layers]
+        self._forward_gbit = forward_bytes * _GBIT
+        self._backward_gbit = backward_bytes * _GBIT
+        # A link may be slower one way than the other.
+        out = (self._here, self._there)
+        back = (self._there, self._here)
+        self._out_s = self._forward_gbit / units.gbps[out]
+        self._back_s = self._backward_gbit / units.gbps[back]
+        # With the delay, and what is computed in front of it.
+        up_s = self._forward_s[..., :-1] + self._out_s
+        up_s += units.delay_s[out]
+        down_s = self._returns_s[..., :-1] + self._back_s
+        down_s += units.delay_s[back]
+        heads_s = _summed(up_s)
+        self._tails_s = _summed(down_s)
+        self._ends_s = heads_s + self._tails_s
+
+    def estimate(self) -> Estimate:
+        num = self._shape.num_microbatches
+        ends_s = self._ends_s
+        sent_s, received_s = self._interfaces()
+        computing_s = num * (self._forward_s + self._backward_s)
+        sending_s = num * sent_s
+        receiving_s = num * received_s
+        # The first micro-batch passes alone, and each of the others makes the slowest wait once.
+        others_s = (num - 1) * self._slowest_s()
+        first_s = self._turn_s[..., None]
+        found = Estimate(
+            step_s=np.zeros(len(self._seats)),
+            computes_s=ends_s + computing_s,
+            sends_s=ends_s + sending_s,
+            receives_s=ends_s + receiving_s,
+            computing_s=computing_s,
+            sending_s=sending_s,
+            receiving_s=receiving_s,
+            passes_s=first_s + others_s,
+            waits_s=self._waits_s(),
+            exchange_s=self._exchange_s(),
+            replica_s=np.zeros(self._seats.shape[:2]),
+        )
+        found.seats_s.max(axis=2, out=found.replica_s)
+        self._set_steps(found)
+        return found
+
+    def _set_steps(self, found: Estimate) -> None:
+        step_s = found.step_s
+        # A stage's gradient is final when its last backward pass is over.
+        of_stages_s = found.replica_s[..., None] - self._tails_s
+        final_s = of_stages_s.max(axis=1)
+        exchanged_s = final_s + found.exchange_s
+        agreed_s = exchanged_s.max(axis=1)
+        computed_s = found.replica_s.max(axis=1)
+        np.maximum(agreed_s, computed_s, out=step_s)
+        if self._problem.votes:
+            step_s += self._vote_s()
+        # Of what never ends nothing can be subtracted.
+        endless = np.isnan(step_s)
+        step_s[endless] = np.inf
+
+    @property
+    def _turn_s(self) -> Floats:
+        """A micro-batch alone, up and down: [candidate, replica]."""
+        top_s: Floats = self._forward_s[..., -1] + self._returns_s[..., -1]
+        return top_s + self._ends_s[..., -1]
+
+    def _slowest_s(self) -> Floats:
+        slowest_s = np.maximum(self._forward_s, self._backward_s)
+        links_s = np.maximum(self._out_s, self._back_s)
+        # The last stage has no hop behind it.
+        before_hop_s = slowest_s[..., :-1]
+        np.maximum(before_hop_s, links_s, out=before_hop_s)
+        return slowest_s
+
+    def _interfaces(self) -> tuple[Floats, Floats]:
+        """What each seat's machine sends and receives for a micro-batch, in seconds."""
+        units = self._units
+        seats = self._seats
+        forward = self._forward_gbit
+        backward = self._backward_gbit
+        if not units.one_each:
+            # What stays on a machine does not pass its interface.
+            source = units.machine[self._here]
+            target = units.machine[self._there]
+            leaves = source != target
+            forward = forward * leaves
+            backward = backward * leaves
+        sent = np.zeros(seats.shape)
+        sent[..., :-1] = forward
+        sent[..., 1:] += backward
+        received = np.zeros(seats.shape)
+        received[..., 1:] = forward
+        received[..., :-1] += backward
+        sent_s = self._of_machines(sent) / units.egress_gbps[seats]
+        received_s = self._of_machines(received) / units.ingress_gbps[seats]
+        return sent_s, received_s
+
+    def _of_machines(self, sizes: Floats) -> Floats:
+        """By seat, what all seats of its machine move."""
+        units = self._units
+        if units.one_each:
+            return sizes
+        # Each candidate has a number for each machine, so that one count sums up all of them.
+        count = len(sizes)
+        candidate = np.arange(count)[:, None, None]
+        first = candidate * units.num_machines
+        place = first + units.machine[self._seats]
+        length = count * units.num_machines
+        total = np.bincount(place.ravel(), sizes.ravel(), length)
+        of_seats: Floats = total[place]
+        return of_seats
+
+    def _waits_s(self) -> Floats:
+        """Where memory, or the schedule itself, lets few micro-batches be under way."""
+        shape = self._shape
+        layers = self._problem.held(shape)
+        held = self._of_layers(layers.held)
+        held = np.maximum(held, 1.0)  # a job of which nobody knows what it holds
+        free = self._units.memory_bytes[self._seats] - layers.working
+        free = free - self._of_layers(layers.static)
+        fitting = np.floor(free / held)
+        fitting = np.minimum(fitting, shape.num_microbatches)
+        if shape.depths is not None:
+            depths = np.array(shape.depths)
+            fitting = np.minimum(fitting, depths)
+        turns = shape.num_microbatches / fitting
+        above_s = self._turn_s[..., None] - self._ends_s
+        waits_s = self._ends_s + above_s * turns
+        fits = fitting >= 1
+        return np.where(fits, waits_s, np.inf)
+
+    def _exchange_s(self) -> Floats:
+        """What the replicas of each stage take to agree: [candidate, stage].
+
+        Each averages a share of 1 / R, which it gets from all others and gives back to all.
+        """
+        count, replicas, stages = self._seats.shape
+        if replicas == 1:
+            return np.zeros((count, stages))
+        units = self._units
+        by_layer = self._problem.exchanged_bytes(self._shape)
+        size = self._of_layers(by_layer)[:, 0]
+        share_gbit = size * _GBIT / replicas
+        groups = self._seats.transpose(0, 2, 1)
+        pairs = groups[..., :, None], groups[..., None, :]
+        apart = ~np.eye(replicas, dtype=bool)
+        gbps = units.gbps[pairs]
+        slowest = np.min(gbps, axis=(2, 3), where=apart, initial=np.inf)
+        delay_s = units.delay_s[pairs]
+        farthest_s = np.max(delay_s, axis=(2, 3), where=apart, initial=0.0)
+        both_ways = np.minimum(units.egress_gbps, units.ingress_gbps)
+        interface = both_ways[groups].min(axis=2)
+        over_link_s = share_gbit / slowest
+        over_interface_s = share_gbit * (replicas - 1) / interface
+        over_s = np.maximum(over_link_s, over_interface_s)
+        total: Floats = over_s + 2 * farthest_s
+        return total
+
+    def _vote_s(self) -> Floats:
+        """The farthest ballot to the coordinator, at the first seat, and the verdict back."""
+        units = self._units
+        every = self._seats.reshape(len(self._seats), -1)
+        first = every[:, :1]
+        there_s = units.delay_s[every, first]
+        back_s = units.delay_s[first, every]
+        total: Floats = there_s.max(axis=1) + back_s.max(axis=1)
+        return total
+
+
+def _summed(steps: Floats) -> Floats:
+    """What is before each stage, of `steps` from stage to stage."""
+    *others, num_steps = steps.shape
+    before = np.zeros((*others, num_steps + 1))
+    np.cumsum(steps, axis=-1, out=before[..., 1:])
+    return before

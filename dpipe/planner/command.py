@@ -1,0 +1,51 @@
+"""`dpipe plan`, from files to text."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpipe.config.load import load
+from dpipe.errors import ConfigError
+from dpipe.machines.file import load_machines
+from dpipe.placement.choices import choices_of
+from dpipe.placement.objective import Objective
+from dpipe.placement.problem import PlanProblem
+from dpipe.plan.on_machines import refuse_times_of_other_model
+from dpipe.planner.decide import decide
+from dpipe.planner.plan_file import dump_plan
+from dpipe.planner.text import as_row, as_text
+
+
+def plan_text(
+    path: str,
+    overrides: Sequence[str],
+    machines: str,
+    *,
+    write: str | None,
+    max_price: float | None,
+    objective: str,
+    formats: Sequence[str],
+    seed: int,
+    as_json: bool,
+    trust_code: bool = False,
+) -> str:
+    """Plan the job in `path` on the machines in `machines`; `write` is where the plan is kept."""
+    config = load(path, overrides, trust_code=trust_code)
+    cluster = load_machines(machines)
+    refuse_times_of_other_model(config, cluster)
+    problem = PlanProblem(config, cluster, choices_of(config, formats))
+    decided = decide(
+        problem, Objective(objective, math.inf if max_price is None else max_price), seed
+    )
+    if write is not None:
+        _write(Path(write), dump_plan(decided.plan))
+    row = as_row(decided)
+    return json.dumps(row, indent=2) if as_json else as_text(decided, row)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"plan {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,78 @@
+"""Whether a plan is one for this job and these machines, and the job as it then runs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpipe.config.load import Config, load
+from dpipe.errors import ConfigError
+from dpipe.machines.file import load_machines
+from dpipe.machines.machine import Cluster
+from dpipe.planner.plan_file import Plan, load_plan
+from dpipe.toml import to_toml
+
+_NAMED = 6
+
+
+def planned(
+    path: Config | str | Path,
+    overrides: Sequence[str],
+    plan_path: str | Path,
+    *,
+    trust_code: bool = False,
+) -> tuple[str, ...]:
+    """`overrides` with what the plan decides. Raises `ConfigError` for a plan that does not fit the
+    job.
+    """
+    plan = load_plan(plan_path)
+    config = load(path, overrides, trust_code=trust_code)
+    refuse_other_job(plan, config, f"plan {plan_path}")
+    planned_overrides = (*overrides, *plan.overrides)
+    if config.predict.machines is None:
+        return planned_overrides
+    refuse_other_machines(plan, load_machines(config.predict.machines))
+    # Of a stage, not of a rank: a machine holds a tensor-parallel group.
+    seats = [name for replica in plan.replicas for name in replica]
+    return (*planned_overrides, f"predict.seats={to_toml(seats)}")
+
+
+def refuse_other_job(plan: Plan, config: Config, where: str = "the plan") -> None:
+    """Raises `ConfigError` with the difference."""
+    if plan.model != config.layers_digest():
+        raise ConfigError(
+            f"{where} is of another model: its digest is {plan.model}, that of the job "
+            f"{config.layers_digest()}; plan this job, or take the job that was planned"
+        )
+    differences = []
+    for section, keys in plan.settings.items():
+        stated = getattr(config, section)
+        for key, value in keys.items():
+            own = getattr(stated, key, None)
+            # A file has lists where a configuration has tuples.
+            own = list(own) if isinstance(own, tuple) else own
+            if key in stated.model_fields_set and own != value:
+                text = "left out" if own is None else to_toml(own)
+                differences.append(f"{section}.{key} is {text}, planned {to_toml(value)}")
+    if differences:
+        raise ConfigError(
+            f"{where} does not fit the job: {'; '.join(differences)}; leave these out of the job, "
+            "or plan it as it is"
+        )
+
+
+def refuse_other_machines(plan: Plan, cluster: Cluster) -> None:
+    """Raises `ConfigError` naming machines that are not there, or are too small."""
+    missing = [name for name in dict.fromkeys(plan.seats) if name not in cluster.names]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise ConfigError(
+            f"the plan places stages on machines that {cluster.name} has not: "
+            f"{', '.join(missing[:_NAMED])}{more}; plan anew for these machines"
+        )
+    for name, ranks in Counter(plan.seats).items():
+        devices = cluster.machine(name).devices
+        if ranks > devices:
+            raise ConfigError(
+                f"the plan places {ranks} ranks on {name}, which has devices = {devices}; plan "
+                "anew for these machines"
+            )

@@ -1,0 +1,138 @@
+"""What `dpipe plan` prints."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from dpipe.placement.priced import names_of, price_of, price_per_hour
+from dpipe.planner.decide import Decided
+from dpipe.planner.evaluate import Evaluated
+from dpipe.planner.explain import SeatReport, WhatIf, seat_reports, what_ifs
+from dpipe.timeline.summary import summarise
+
+_ALTERNATIVES = 4
+_SEATS = 64  # whose machines are listed one by one
+_NAMED = 12
+
+
+def as_row(decided: Decided) -> dict[str, Any]:
+    """One value a key, as `--json` prints them."""
+    best = decided.best
+    plan = decided.plan
+    shape = best.placement.shape
+    assert best.forecast is not None
+    summary = summarise(best.forecast.timeline, best.forecast.schedule)
+    return {
+        "step_s": plan.step_s,
+        "estimated_step_s": float(best.trial.estimate.step_s[0]),
+        "bubble": summary.mean_bubble,
+        "price_per_hour": price_per_hour(decided.problem, best.placement),
+        "price_per_million_tokens": plan.price_per_million_tokens,
+        "stages": shape.stages,
+        "replicas": [list(names) for names in plan.replicas],
+        "layers_per_stage": list(plan.settings["pipeline"]["split"]),
+        "tensor_parallel": shape.tensor_parallel,
+        "num_microbatches": shape.num_microbatches,
+        "micro_batch_size": best.config.microbatch_size,
+        "schedule": best.schedule.name,
+        "recompute": shape.recompute,
+        "wire": best.config.pipeline.wire,
+        "data_parallel": {"kind": shape.kind, "wire": shape.exchange_wire},
+        "connections": best.network.connections,
+        "left_out": list(decided.left_out),
+        "seats": [asdict(report) for report in seat_reports(decided)],
+        "what_if": [asdict(each) for each in what_ifs(decided)],
+        "alternatives": [_alternative(decided, each) for each in decided.others[:_ALTERNATIVES]],
+    }
+
+
+def _alternative(decided: Decided, found: Evaluated) -> dict[str, Any]:
+    placement = found.placement
+    step_s = found.step_us / 1e6
+    return {
+        "step_s": step_s,
+        "stages": placement.shape.stages,
+        "replicas": placement.shape.replicas,
+        "num_microbatches": placement.shape.num_microbatches,
+        "machines": len(set(names_of(decided.problem, placement))),
+        "price_per_hour": price_per_hour(decided.problem, placement),
+        "price_per_million_tokens": price_of(decided.problem, placement, step_s),
+    }
+
+
+def as_text(decided: Decided, row: dict[str, Any]) -> str:
+    """The row of `as_row` for a person."""
+    return "\n".join(_lines(decided, row))
+
+
+def _lines(decided: Decided, row: dict[str, Any]) -> Iterator[str]:
+    priced = row["price_per_million_tokens"] is not None
+    yield f"step            {row['step_s']:.4f} s predicted, bubble {row['bubble']:.1%}"
+    if priced:
+        yield (
+            f"price           {row['price_per_million_tokens']:.4f} a million tokens, "
+            f"{row['price_per_hour']:g} an hour"
+        )
+    yield f"pipeline        {_pipeline(row)}"
+    yield f"schedule        {row['schedule']}"
+    yield f"recompute       {row['recompute']}"
+    yield f"wire            {row['wire']} between stages, {row['connections']} connections a link"
+    if len(row["replicas"]) > 1:
+        kind = row["data_parallel"]["kind"]
+        yield f"replicas agree  by {kind}, wire {row['data_parallel']['wire']}"
+    yield from _seat_lines(seat_reports_of(row))
+    if row["left_out"]:
+        names = row["left_out"]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield f"left out        {', '.join(names[:_NAMED])}{more}: without them a step is shorter"
+    yield from _what_if_lines([WhatIf(**each) for each in row["what_if"]])
+    yield from _alternative_lines(row, priced)
+
+
+def _pipeline(row: dict[str, Any]) -> str:
+    replicas = len(row["replicas"])
+    each = f"{replicas} replicas of " if replicas > 1 else ""
+    group = ""
+    if row["tensor_parallel"] > 1:
+        group = f" of {row['tensor_parallel']} ranks"
+    return (
+        f"{each}{row['stages']} stages{group}, {row['num_microbatches']} micro-batches of "
+        f"{row['micro_batch_size']}"
+    )
+
+
+def seat_reports_of(row: dict[str, Any]) -> list[SeatReport]:
+    return [SeatReport(**seat) for seat in row["seats"]]
+
+
+def _seat_lines(reports: list[SeatReport]) -> Iterator[str]:
+    yield "machines        replica.stage  layers  computes  sends  receives  memory  bound by"
+    for report in reports[:_SEATS]:
+        place = f"{report.replica}.{report.stage}"
+        memory = f"{report.memory:.0%}" if report.memory else "-"
+        yield (
+            f"  {report.machine:<14}{place:>13}{report.layers:>8}{report.computes:>10.0%}"
+            f"{report.sends:>7.0%}{report.receives:>10.0%}{memory:>8}  {report.bound}"
+        )
+    if len(reports) > _SEATS:
+        yield f"  and {len(reports) - _SEATS} more (--json lists all)"
+
+
+def _what_if_lines(found: list[WhatIf]) -> Iterator[str]:
+    for number, each in enumerate(found):
+        label = "what if" if number == 0 else ""
+        yield f"{label:<16}{each.change}: -{each.gain:.0%}"
+
+
+def _alternative_lines(row: dict[str, Any], priced: bool) -> Iterator[str]:
+    for number, each in enumerate(row["alternatives"]):
+        label = "next best" if number == 0 else ""
+        slower = each["step_s"] / row["step_s"] - 1
+        price = ""
+        if priced:
+            price = f", {each['price_per_million_tokens']:.4f} a million tokens"
+        yield (
+            f"{label:<16}{each['replicas']} x {each['stages']} stages on {each['machines']} "
+            f"machines, {each['num_microbatches']} micro-batches: {each['step_s']:.4f} s "
+            f"({slower:+.0%}){price}"
+        )

@@ -1,0 +1,236 @@
+"""`dpipe plan`, from files to what it prints and writes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from planner.fleets import machines
+
+from dpipe.cli.main import main
+from dpipe.machines.file import dump_machines
+from dpipe.machines.machine import KINDS, LayerTime, Measurement
+from dpipe.planner.plan_file import load_plan
+
+JOB = """\
+[model]
+num_layers = 4
+width = 64
+num_heads = 4
+vocab_size = 256
+[train]
+batch_size = 8
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "machines.toml").write_text(dump_machines(machines(4, price_per_hour=0.5)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, [*arguments])
+
+
+def plan(*arguments: str) -> Result:
+    return run("plan", "job.toml", "--machines", "machines.toml", *arguments)
+
+
+def test_plan_is_explained_written_and_simulated(folder: Path) -> None:
+    done = plan("--write", "plan.toml")
+
+    assert done.exit_code == 0, done.output
+    assert "s predicted" in done.output
+    assert "bound by" in done.output
+    assert "next best" in done.output
+    written = load_plan("plan.toml")
+    simulated = run(
+        "simulate", "job.toml", "--plan", "plan.toml", "--machines", "machines.toml", "--json"
+    )
+    assert simulated.exit_code == 0, simulated.output
+    row = json.loads(simulated.output)
+    assert row["step_s"] == pytest.approx(written.step_s, rel=1e-9)
+
+
+def test_json_names_each_seat_and_what_binds_it(folder: Path) -> None:
+    row = json.loads(plan("--json").output)
+
+    assert len(row["seats"]) == row["stages"] * len(row["replicas"])
+    assert {seat["bound"] for seat in row["seats"]} <= {
+        "compute",
+        "egress",
+        "ingress",
+        "memory",
+        "delay",
+    }
+    assert sum(row["layers_per_stage"]) == 6
+    used = {name for names in row["replicas"] for name in names}
+    assert used.isdisjoint(row["left_out"])
+    assert len(used) + len(row["left_out"]) == 4
+    assert row["price_per_hour"] == 0.5 * len(used)
+
+
+def test_what_the_job_states_is_fixed(folder: Path) -> None:
+    row = json.loads(plan("--json", "-o", "pipeline.stages=2", "-o", "pipeline.wire=bf16").output)
+
+    assert row["stages"] == 2
+    assert row["wire"] == "bf16"
+
+
+def test_stated_cut_is_kept(folder: Path) -> None:
+    cut = ("-o", "pipeline.split=[1,3,2]", "-o", "pipeline.stages=3")
+
+    row = json.loads(plan("--json", *cut).output)
+
+    assert row["layers_per_stage"] == [1, 3, 2]
+
+
+def test_formats_are_chosen_where_they_are_allowed(folder: Path) -> None:
+    exact = json.loads(plan("--json", "-o", "pipeline.stages=3").output)
+    rounded = json.loads(plan("--json", "-o", "pipeline.stages=3", "--formats", "none,int8").output)
+
+    assert exact["wire"] == "none"
+    assert rounded["wire"] == "int8"
+    assert rounded["step_s"] < exact["step_s"]
+
+
+def test_budget_leaves_machines_out(folder: Path) -> None:
+    row = json.loads(plan("--json", "--max-price", "1.0").output)
+
+    assert len(row["left_out"]) >= 2
+    assert row["price_per_hour"] <= 1.0
+
+
+def test_budget_that_buys_nothing_is_refused(folder: Path) -> None:
+    done = plan("--max-price", "0.1")
+
+    assert done.exit_code == 2
+    assert "cost 0.5 an hour, and --max-price is 0.1" in done.output
+
+
+def test_machines_too_small_for_any_stage_are_refused(folder: Path) -> None:
+    small = machines(4, memory_gb=1e-5)
+    (folder / "machines.toml").write_text(dump_machines(small))
+
+    done = plan("--write", "plan.toml")
+
+    assert done.exit_code == 2
+    assert "no machines hold the model: the smallest stage" in done.output
+    assert not (folder / "plan.toml").exists()
+
+
+def test_times_of_another_model_are_refused(folder: Path) -> None:
+    """By `plan`, which would place layers by them, and by a run that takes the file."""
+    layers = [LayerTime(kind, 1, 1, 2) for kind in KINDS]
+    every = [replace(machine, layers=tuple(layers)) for machine in machines(2).machines]
+    measured = Measurement("2026-11-23T12:00:00Z", "5f84501")
+    other = replace(machines(2), machines=tuple(every), measured=measured)
+    (folder / "machines.toml").write_text(dump_machines(other))
+
+    done = plan("--write", "plan.toml")
+    launched = run("launch", "job.toml", "--machines", "machines.toml", "-o", "pipeline.stages=2")
+
+    assert done.exit_code == launched.exit_code == 2
+    assert "were measured with another model or precision" in done.output
+    assert "were measured with another model or precision" in launched.output
+    assert not (folder / "plan.toml").exists()
+
+
+def test_links_that_are_missing_are_named(folder: Path) -> None:
+    apart = "".join(f'[[machine]]\nname = "{name}"\ngflops = 20\n' for name in "ab")
+    (folder / "machines.toml").write_text(apart)
+
+    done = plan("-o", "pipeline.stages=2")
+
+    assert done.exit_code == 2
+    assert "no link from machine a to b" in done.output
+
+
+def test_more_stages_than_machines_are_refused_with_what_there_is(folder: Path) -> None:
+    done = plan("-o", "pipeline.stages=5")
+
+    assert done.exit_code == 2
+    assert "pipeline.stages 5" in done.output
+    assert "the machines have 4 devices" in done.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('name = "m1"', 'name = "m0"', "machine 'm0' is listed twice"),
+        ("bandwidth_gbps = 0", "bandwidth_gbps = -0", "bandwidth_gbps"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(folder: Path, old: str, new: str, words: str) -> None:
+    path = folder / "machines.toml"
+    path.write_text(path.read_text().replace(old, new, 1))
+
+    done = plan()
+
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ('model.layers="replay"', "no layers to place"),
+        ("pipeline.stages_per_rank=2", "one stage on each rank"),
+    ],
+)
+def test_jobs_without_a_plan_are_refused(folder: Path, override: str, words: str) -> None:
+    more = ("-o", "pipeline.stages=2", "-o", 'pipeline.schedule="gpipe"')
+
+    done = plan("-o", override, *more)
+
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def test_servers_of_their_own_are_refused(folder: Path) -> None:
+    done = plan(
+        "-o", 'data_parallel.kind="parameter-server"', "-o", 'data_parallel.address="10.0.0.1:7"'
+    )
+
+    assert done.exit_code == 2
+    assert "leave data_parallel.address out" in done.output
+
+
+def test_format_that_is_unknown_is_refused(folder: Path) -> None:
+    done = plan("--formats", "int9")
+
+    assert done.exit_code == 2
+    assert "int9" in done.output
+
+
+def test_plan_that_cannot_be_written_is_refused(folder: Path) -> None:
+    done = plan("--write", "no/such/plan.toml")
+
+    assert done.exit_code == 2
+    assert "cannot be written" in done.output
+
+
+@pytest.mark.parametrize("command", ["simulate", "launch", "train"])
+def test_plan_of_another_model_is_refused_everywhere(folder: Path, command: str) -> None:
+    assert plan("--write", "plan.toml").exit_code == 0
+    where = ("--machines", "machines.toml") if command == "simulate" else ()
+
+    done = run(command, "job.toml", "--plan", "plan.toml", "-o", "model.width=128", *where)
+
+    assert done.exit_code == 2
+    assert "is of another model" in done.output
+
+
+@pytest.mark.parametrize("command", ["simulate", "launch", "train"])
+def test_plan_for_other_machines_is_refused_everywhere(folder: Path, command: str) -> None:
+    assert plan("--write", "plan.toml", "-o", "pipeline.stages=4").exit_code == 0
+    (folder / "machines.toml").write_text(dump_machines(machines(3)))
+
+    done = run(command, "job.toml", "--plan", "plan.toml", "--machines", "machines.toml")
+
+    assert done.exit_code == 2
+    assert "places stages on machines that machines has not: m3" in done.output

@@ -1,0 +1,112 @@
+"""Against every plan there is, of few machines and layers."""
+
+from collections.abc import Iterator
+from itertools import combinations, permutations
+
+import numpy as np
+import pytest
+from planner.fleets import job, machines, problem
+
+from dpipe.placement.climb import seats_of
+from dpipe.placement.estimate import estimate
+from dpipe.placement.fleet import Ints
+from dpipe.placement.objective import Objective
+from dpipe.placement.problem import PlanProblem
+from dpipe.placement.search import search
+from dpipe.placement.shape import PlanShape
+
+
+def every_shape(given: PlanProblem, num_machines: int) -> Iterator[PlanShape]:
+    for stages in range(1, min(num_machines, given.num_layers) + 1):
+        for replicas in range(1, num_machines // stages + 1):
+            for number in given.choices.micro_batches(replicas):
+                for kind in given.choices.kinds if replicas > 1 else ("none",):
+                    for recompute in given.choices.recompute:
+                        yield PlanShape(
+                            stages=stages,
+                            replicas=replicas,
+                            tensor_parallel=1,
+                            num_microbatches=number,
+                            recompute=recompute,
+                            kind=kind,
+                            exchange_wire="none",
+                            forward_wires=("none",) * (stages - 1),
+                            backward_wires=("none",) * (stages - 1),
+                            schedule=given.choices.schedule,
+                        )
+
+
+def every_cut(num_layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for between in combinations(range(1, num_layers), stages - 1):
+        yield (0, *between, num_layers)
+
+
+def every_order(num_machines: int, shape: PlanShape) -> Ints:
+    return np.array([*permutations(range(num_machines), shape.num_seats)])
+
+
+def exhaustive_optimum(given: PlanProblem, objective: Objective, num_machines: int) -> float:
+    least = np.inf
+    for shape in every_shape(given, num_machines):
+        orders = every_order(num_machines, shape)
+        seats = seats_of(shape, orders)
+        for cut in every_cut(given.num_layers, shape.stages):
+            found = estimate(given, shape, seats, np.tile(cut, (len(orders), 1)))
+            least = min(least, objective(given, shape, found, seats).min())
+    return float(least)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_search_of_five_machines_finds_the_optimum(seed: int) -> None:
+    given = problem(job(num_layers=5), machines(5, seed))
+    objective = Objective()
+
+    best = search(given, objective)[0]
+
+    assert best.value == pytest.approx(exhaustive_optimum(given, objective, 5), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_search_of_five_machines_finds_the_cheapest(seed: int) -> None:
+    cluster = machines(5, seed, price_per_hour=1.0)
+    given = problem(job(num_layers=5), cluster)
+    objective = Objective("price", max_price=3.5)
+
+    best = search(given, objective)[0]
+
+    assert best.value == pytest.approx(exhaustive_optimum(given, objective, 5), rel=1e-9)
+    assert best.shape.num_seats <= 3
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_search_of_machines_with_little_memory_finds_the_optimum(seed: int) -> None:
+    cluster = machines(5, seed, memory_gb=0.004)
+    given = problem(job(num_layers=5), cluster)
+    objective = Objective()
+
+    best = search(given, objective)[0]
+
+    assert best.value == pytest.approx(exhaustive_optimum(given, objective, 5), rel=1e-9)
+    assert best.shape.stages > 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_search_of_eight_machines_finds_the_optimum(seed: int) -> None:
+    stated = {"train": {"num_microbatches": 4}, "pipeline": {"recompute": "none"}}
+    config = job(num_layers=5, data_parallel={"kind": "all-reduce"}, **stated)
+    given = problem(config, machines(8, seed))
+    objective = Objective()
+
+    best = search(given, objective)[0]
+
+    assert best.value == pytest.approx(exhaustive_optimum(given, objective, 8), rel=1e-9)
+
+
+def test_search_finds_the_same_with_the_same_seed() -> None:
+    given = problem(job(), machines(12))
+
+    first = search(given, Objective(), seed=3)[0]
+    second = search(problem(job(), machines(12)), Objective(), seed=3)[0]
+
+    assert first.value == second.value
+    assert first.order.tolist() == second.order.tolist()

@@ -1,0 +1,108 @@
+"""Each table of scripts/schedules.py at a tiny size, and what the docs say of the kept ones."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/results.md"
+NAMES = ["bound", "few", "memory", "optimum"]
+PROFILES = {
+    "alike": "delay_ms = 10\nbandwidth_gbps = 1\n",
+    "unlike": "delay_ms = 10\nbandwidth_gbps = 1\n"
+    "link = [{ from = 0, to = 1, delay_ms = 30, bandwidth_gbps = 0.5 }]\n",
+}
+
+
+@pytest.fixture
+def schedules(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("schedules")
+
+
+@pytest.fixture
+def tiny(
+    schedules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    for name, text in PROFILES.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    changes = {
+        "PROFILES": tmp_path,
+        "RESULTS": tmp_path,
+        "NUM_STAGES": 3,
+        "MICROBATCHES": (2, 3),
+        "MESSAGES_MIB": (8,),
+        "SMALL": ((2, 3),),
+        "BEFORE_S": {("unlike", 3): (9.0,)},
+    }
+    for key, value in changes.items():
+        monkeypatch.setattr(schedules, key, value)
+
+    def printed(*words: str) -> str:
+        result = CliRunner().invoke(schedules.main, words)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("bound", 4), ("few", 1), ("memory", 4), ("optimum", 1)]
+)
+def test_each_table_is_made_kept_and_printed_again(
+    name: str, rows: int, tiny: Callable[..., str], tmp_path: Path
+) -> None:
+    text = tiny(name)
+    assert len(text.splitlines()) == 2 + rows
+    assert tiny(name, "--print") == text
+    kept = (tmp_path / f"schedules_{name}.jsonl").read_text().splitlines()
+    for row in map(json.loads, kept):
+        assert row["auto_s"] <= row.get("published_s", 99)
+        assert row["auto_s"] <= row.get("one_f_one_b_s", 99)
+        assert row["auto_s"] >= max(row.get("bound_s", 0), row.get("optimum_s", 0)) - 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docs_say_what_the_file_says(name: str, schedules: ModuleType) -> None:
+    _, table = schedules.TABLES[name]
+    shown = "\n".join(table(schedules.kept(name)))
+    page = PAGE.read_text(encoding="utf-8")
+    section = page.partition(f":Command: `scripts/schedules.py {name}`")[2].partition("\n## ")[0]
+    assert f"`scripts/results/sim/schedules_{name}.jsonl`" in section
+    assert shown in section
+
+
+def test_auto_is_within_5_percent_of_the_bound_but_for_what_the_docs_explain(
+    schedules: ModuleType,
+) -> None:
+    rows = schedules.kept("bound")
+    assert len(rows) == 180
+    far = [row for row in rows if schedules.above(row) > 5]
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"{len(rows) - len(far)} of {len(rows)} steps are within 5 %" in page
+    for row in far:
+        assert f"{row['network']}, {row['message_mib']} MiB, M = {row['micro_batches']}:" in page
+
+
+def test_auto_is_slower_than_nothing_that_was_published(schedules: ModuleType) -> None:
+    for row in schedules.kept("bound"):
+        assert row["auto_s"] <= row["published_s"] + 1e-4
+    for row in schedules.kept("memory"):
+        assert row["auto_s"] <= row["one_f_one_b_s"] + 1e-4
+
+
+def test_auto_reaches_the_optimum_of_every_small_pipeline(schedules: ModuleType) -> None:
+    rows = schedules.kept("optimum")
+    assert len(rows) == 36
+    assert all(row["auto_s"] <= 1.001 * row["optimum_s"] for row in rows)
+    assert re.search(r"all 36", PAGE.read_text(encoding="utf-8"))
+
+
+def test_few_micro_batches_take_less_than_before(schedules: ModuleType) -> None:
+    rows = schedules.kept("few")
+    assert len(rows) == 16
+    assert all(row["auto_s"] < row["before_s"] for row in rows)
