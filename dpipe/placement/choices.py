@@ -56,6 +56,14 @@ class OpenChoices:
             return replicas == self.replicas
         return replicas == 1 or bool(self.kinds)
 
+    def formats_between_replicas(self, group_size: int) -> tuple[str, ...]:
+        """A format that rounds several values together would round what all ranks of a
+        tensor-parallel group hold differently on each.
+        """
+        if group_size == 1:
+            return self.exchange_wires
+        return tuple(name for name in self.exchange_wires if FORMATS[name].elementwise)
+
     def group_sizes(self, most: int) -> Iterator[int]:
         """Ranks of a tensor-parallel group, on machines of `most` devices at most."""
         if self.tensor_parallel is not None:

@@ -231,6 +231,8 @@ def _coarse(problem: PlanProblem) -> Iterator[PlanShape]:
             if choices.stages not in (None, stages):
                 continue
             most_replicas = num_units // stages
+            if not choices.formats_between_replicas(size):
+                most_replicas = min(1, most_replicas)
             for replicas in range(1, most_replicas + 1):
                 number = _busy(problem, stages, replicas)
                 if number is not None:
@@ -257,7 +259,7 @@ def _shape(problem: PlanProblem, stages: int, replicas: int, size: int, number: 
     exchange_wire = "none"
     if replicas > 1:
         kind = choices.kinds[0]
-        exchange_wire = _smallest(choices.exchange_wires)
+        exchange_wire = _smallest(choices.formats_between_replicas(size))
     return PlanShape(
         stages=stages,
         replicas=replicas,

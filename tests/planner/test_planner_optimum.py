@@ -110,3 +110,14 @@ def test_search_finds_the_same_with_the_same_seed() -> None:
 
     assert first.value == second.value
     assert first.order.tolist() == second.order.tolist()
+
+
+def test_format_that_rounds_blocks_is_for_replicas_of_single_ranks_alone() -> None:
+    """It ended in the error of a run that has both."""
+    fleet = machines(4, devices=2)
+    given = problem(job(), fleet, ("none", "bf16", "int8"))
+    objective = Objective()
+    shapes = [placed.shape for placed in search(given, objective)]
+    assert {shape.tensor_parallel for shape in shapes} == {1, 2}
+    together = {shape.exchange_wire for shape in shapes if shape.tensor_parallel > 1}
+    assert "int8" not in together
