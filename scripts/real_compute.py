@@ -8,12 +8,13 @@ takes.
 
 Each run's trace has what its parts took of a core. The step is simulated with one part more at a
 time: the last simulation is the prediction that `dpipe trace` shows. A line of JSON for each run is
-appended to the results. The machine must be quiet.
+appended to the results. A run beside which other processes compute is made again.
 """
 
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -29,13 +30,15 @@ from trials import append, commit_of_tree, read_table, run_to_end, whole_lines
 from venue import ThisMachine
 
 from dpipe.config.load import Config, load
-from dpipe.errors import DpipeError
+from dpipe.errors import DpipeError, RunError
 from dpipe.plan.run_plan import draft, measure_layers
 from dpipe.report.trace import Trace, load_trace
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import Steady
 
 _TIMEOUT_S = 600.0
+_QUIET = 0.03  # of all cores, for other processes
+_MOST_TRIES = 5
 
 
 class Cell(BaseModel):
@@ -104,6 +107,30 @@ def ladder(scenario: Scenario, alone_us: Sequence[float]) -> dict[str, Scenario]
     }
 
 
+@dataclass(frozen=True)
+class Use:
+    """Seconds since the machine started."""
+
+    clock_s: float
+    busy_s: float  # of all cores
+    own_s: float  # of a core, by this process and those that it has started and waited for
+
+    @classmethod
+    def now(cls) -> "Use":
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        user, nice, system, _, _, irq, softirq, steal, *_ = ticks
+        busy = user + nice + system + irq + softirq + steal
+        own = os.times()
+        own_s = own.user + own.system + own.children_user + own.children_system
+        return cls(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), own_s)
+
+    def of_others_since(self, before: "Use") -> float:
+        """The share of all cores that other processes had."""
+        others_s = (self.busy_s - before.busy_s) - (self.own_s - before.own_s)
+        all_s = (self.clock_s - before.clock_s) * (os.cpu_count() or 1)
+        return others_s / all_s
+
+
 def alone_us(config: Config) -> list[float]:
     """Of each stage: its layers, one after the other in this process, the best of three times."""
     torch.set_num_threads(config.node.threads)
@@ -118,15 +145,27 @@ def run(cells: Cells, cell: Cell, folder: Path) -> dict[str, Any]:
     """The line of one run. Raises `RunError` where it fails."""
     overrides = (*cells.overrides, *cell.overrides, f"run.folder={json.dumps(str(folder))}")
     venue = Pinned() if cell.pinned else ThisMachine()
-    load_before = os.getloadavg()[0]
     undisturbed_us = alone_us(load(ROOT / cell.config, overrides))
+    before = Use.now()
     rows = run_to_end(ROOT / cell.config, overrides, venue, timeout_s=_TIMEOUT_S)
+    others = Use.now().of_others_since(before)
     trace = load_trace(folder)
     return {"name": cell.name, **_measured(trace, rows, undisturbed_us)} | {
         "date": date.today().isoformat(),
-        "load": load_before,
+        "others": others,
         "commit": commit_of_tree(),
     }
+
+
+def run_quietly(cells: Cells, cell: Cell, folder: Path) -> dict[str, Any]:
+    """The line of a run beside which no others computed; again, where they did."""
+    for _ in range(_MOST_TRIES):
+        line = run(cells, cell, folder)
+        said = f"{cell.name}: {line['ratio']:.3f}, others took {line['others']:.1%} of the cores"
+        click.echo(said, err=True)
+        if line["others"] < _QUIET:
+            return line
+    raise RunError(f"other processes compute on this machine: {cell.name} is not measured")
 
 
 def _measured(
@@ -186,9 +225,7 @@ def main(file: Path, times: int | None, only: str, results: Path) -> None:
         for _ in range(cells.times if times is None else times):
             for cell in cells.cell:
                 if only in cell.name:
-                    line = run(cells, cell, ROOT / "runs/real-compute")
-                    append(results, line)
-                    click.echo(f"{cell.name}: {line['ratio']:.3f}", err=True)
+                    append(results, run_quietly(cells, cell, ROOT / "runs/real-compute"))
     except DpipeError as error:
         sys.exit(str(error))
     click.echo(as_markdown(whole_lines(results), cells))

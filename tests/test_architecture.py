@@ -112,7 +112,6 @@ STILL_DENSE = {
     "network": 8.2,
     "paramserver": 8.2,
     "paramworker": 8.25,
-    "plan": 8.1,
     "schedule": 8.05,
     "search": 8.1,
     "stage": 8.15,

@@ -68,6 +68,7 @@ def train_rank(
     for number in range(config.train.steps):
         began = time.perf_counter()
         loss = step(number)
+        # Before the gather of what GPUs hold, which is no part of a step.
         step_s = time.perf_counter() - began
         row = {"step": number, "loss": loss, "step_s": step_s}
         row |= _of_gpus(config, streams, step_s)

@@ -98,6 +98,7 @@ def make_step(config: Config, rank: int) -> Step:
         inputs = []
         if first:
             inputs.append(_whole_inputs(batch, device))
+        # torch takes targets on the last stage alone.
         if last:
             targets = _whole_targets(batch, device)
             plan.step(*inputs, target=targets, losses=losses)

@@ -307,6 +307,7 @@ def _forward_gpt(feed: Feed, model: Any) -> tuple[torch.Tensor, Callable[[torch.
     (tokens,), targets = next(feed)
     context = tokens.shape[1]
     row = torch.arange(context, device=tokens.device)
+    # The same for all sequences; expanded, it takes the memory of one.
     positions = row.expand_as(tokens)
     output = model(tokens, positions, None, labels=targets)
     return output, _mean_of_words

@@ -142,6 +142,7 @@ def _outside(model: Any, blocks: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of the model that are in none of its blocks."""
     inside = set()
     for block in blocks:
+        # By identity: a parameter's name within a block is not its name within the model.
         inside |= set(map(id, block.parameters()))
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:

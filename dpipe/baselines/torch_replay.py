@@ -54,6 +54,7 @@ class ReplayModule(nn.Module):
         replay = config.replay
         stages = config.pipeline.stages
         message = torch.zeros(1, replay.message_bytes // 4)
+        # Stands where no message is: before the first stage and behind the last one.
         nothing = torch.zeros(1, 1)
         forward_ms = per_stage(replay.forward_ms, stages)
         backward_ms = per_stage(replay.backward_ms, stages)

@@ -110,6 +110,7 @@ def _medians(sent: Sequence[Stamp], received: Sequence[Stamp]) -> tuple[float, f
         start_s, out_s = departure
         end_s, into_s = arrival
         one_way_s.append(end_s - start_s)
+        # A host has one figure for either end: the mean stands for both.
         both_s = out_s + into_s
         cpu_s.append(both_s / 2)
     return median(one_way_s), median(cpu_s)

@@ -326,6 +326,7 @@ def measure(case: Case) -> Measured:
     by_stage: dict[int, Measured] = {}
     peaks = []
     for _ in range(case.stages):
+        # They come in any order: a stage is done when its own last step is.
         rank, measured = results.get()
         by_stage[rank] = measured
         if measured.peak_bytes is not None:

@@ -34,7 +34,9 @@ from dpipe.cli.options import CONFIG, JSON, OVERRIDE, TRUST_CODE, NumberRange, s
     metavar="A,B,...",
     help="Wire formats that may be chosen where CONFIG states none, such as none,bf16,int8.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the search."
+)
 @JSON
 @TRUST_CODE
 def plan(config: str, overrides: tuple[str, ...], formats: str, **options: object) -> None:

@@ -9,8 +9,6 @@ seats.py    which rank is on which machine, and what a simulation takes of that
     machines.toml --load_machines--> Cluster --+--network_of--> Network    links, interfaces
                                                |
                             seats: rank -> name+--hosts_of----> Host       cores that ranks share
-                                               |
-                                               +--stage_time--> StageTime  layers on one machine
 
 To add a property of a machine: a field of `Machine` with its check, its key in file.py, and what it
 means to those who read it: network_of, hosts_of, or the planner.

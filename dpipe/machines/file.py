@@ -43,6 +43,7 @@ def load_machines(path: str | Path) -> Cluster:
     Raises `ProfileError` naming the file, the table and the key.
     """
     try:
+        # A pipe or a device would be waited for; a folder says so itself when it is read.
         if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
             raise ProfileError("it is not a regular file")
         return parse_machines(parse_toml(read_text(path)), default_name=Path(path).stem)
@@ -109,9 +110,13 @@ def save_machines(cluster: Cluster, path: str | Path, comments: Iterable[str] = 
     """Write the file, with `comments` on top; one that is there is replaced as a whole, so that no
     reader sees a part.
     """
-    lines = [f"# {line}\n" for comment in comments for line in comment.splitlines()]
+    lines = []
+    for comment in comments:
+        for line in comment.splitlines():
+            lines.append(f"# {line}\n")
     path = Path(path)
     part = path.with_name(path.name + ".part")
+    # In the same folder: only there a rename replaces a file in one go.
     part.write_text("".join(lines) + dump_machines(cluster), encoding="utf-8")
     part.replace(path)
 

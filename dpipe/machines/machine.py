@@ -133,6 +133,7 @@ class Cluster:
         twice = _first_twice(self.names)
         if twice is not None:
             raise ProfileError(f"machine {twice!r} is listed twice; names must differ")
+        # A link that is given one way stands for both, which no reader has to know from here on.
         links = dict(self.links)
         for (source, target), link in self.links.items():
             self._check_end(source, target, source)

@@ -2,10 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from dpipe.errors import ProfileError
-from dpipe.machines.machine import Cluster, Machine
+from dpipe.machines.machine import Cluster
 from dpipe.network.link import Host, Interface, Link, Network
 
 Seats = Sequence[str]  # by rank, the name of its machine
@@ -41,13 +40,23 @@ def network_of(cluster: Cluster, seats: Seats) -> Network:
     for source, here in enumerate(seats):
         for target, there in enumerate(seats):
             link = cluster.link(here, there)
+            # Of hundreds of machines most pairs have the default, which a network holds once.
             if source != target and link is not None and link != cluster.default_link:
                 links[source, target] = link
     interfaces = []
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
-        interfaces.append(Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name))
+        interface = Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name)
+        interfaces.append(interface)
     return Network(cluster.name, cluster.default_link, links, interfaces=tuple(interfaces))
+
+
+def message_network_of(cluster: Cluster, seats: Seats) -> Network:
+    """As `network_of`, for a simulation. The rates of a file are those of messages, with what loss
+    takes of them; its packets are lost once more in a lab alone.
+    """
+    network = network_of(cluster, seats)
+    return network.with_links(Link.with_rate_of_messages)
 
 
 def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:
@@ -59,6 +68,7 @@ def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
         cores = machine.cores
+        # A rank that is alone has been measured with all cores of its machine.
         if len(ranks) > 1 and cores is not None:
             hosts.append(Host(ranks, cores, computes=machine.device.startswith("cpu")))
     return tuple(hosts)
@@ -70,34 +80,3 @@ def ranks_by_machine(seats: Seats) -> Mapping[str, tuple[int, ...]]:
     for rank, name in enumerate(seats):
         ranks[name] += (rank,)
     return ranks
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """What one micro-batch takes in a stage on one machine, microseconds."""
-
-    forward_us: float
-    backward_us: float  # of a whole backward
-    input_us: float  # of a split one
-    weight_us: float
-
-
-def stage_time(machine: Machine, kinds: Sequence[str | int], micro_batch_size: int) -> StageTime:
-    """The layers of a stage, by kind, on `machine`. A split backward that was not measured is half
-    and half of a whole one. Raises `ProfileError` for a layer that was not measured there.
-    """
-    forward_ms = 0.0
-    backward_ms = 0.0
-    input_ms = 0.0
-    weight_ms = 0.0
-    for kind in kinds:
-        layer = machine.layer_time(kind, micro_batch_size)
-        forward_ms += layer.forward_ms
-        backward_ms += layer.backward_ms
-        if layer.backward_input_ms is not None and layer.backward_weight_ms is not None:
-            input_ms += layer.backward_input_ms
-            weight_ms += layer.backward_weight_ms
-        else:
-            input_ms += layer.backward_ms / 2
-            weight_ms += layer.backward_ms / 2
-    return StageTime(forward_ms * 1e3, backward_ms * 1e3, input_ms * 1e3, weight_ms * 1e3)

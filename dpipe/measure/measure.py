@@ -123,6 +123,7 @@ class Measuring:
             for one in report.delays:
                 pair = rank, one.peer
                 jitter_ms = min(one.jitter_ms, one.delay_ms)
+                # The lower rank of a pair pings; what another says of it is not asked for.
                 if rank < one.peer < self._size:
                     self._links.delays[pair] = Delay(one.delay_ms, jitter_ms)
         self._refuse([report.problems for report in shared])
@@ -213,6 +214,7 @@ class Measuring:
         ended = began + lasts_s
         egress = 0.0
         ingress = 0.0
+        # While all send: a stream that is alone finds the interface free.
         for flow in flows:
             if flow.out is not None:
                 egress += flow.out.meter.rate_between(settled, ended)
@@ -230,6 +232,7 @@ class Measuring:
         self, round_trips_s: Mapping[Pair, float], lasts_s: float
     ) -> list[PeerTraffic]:
         """To the next ranks of a ring, and from those before."""
+        # A ring: every rank has as many to send to as send to it, without asking.
         offsets = range(1, min(_TOGETHER, self._size - 1) + 1)
         targets = {(self._rank + offset) % self._size for offset in offsets}
         sources = {(self._rank - offset) % self._size for offset in offsets}

@@ -42,6 +42,7 @@ def delay_of(round_trips_s: Collection[float]) -> Delay:
     low, _, high = quantiles(round_trips_s, n=4)
     one_way_ms = median(round_trips_s) * 1e3 / 2
     jitter_ms = (high - low) * 1e3 / _QUARTILES
+    # A profile with more jitter than delay would have messages arrive before they are sent.
     return Delay(one_way_ms, min(jitter_ms, one_way_ms))
 
 

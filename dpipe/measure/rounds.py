@@ -35,6 +35,7 @@ def tournament(num_ranks: int) -> list[Round]:
         seats.append(None)  # whoever sits opposite rests
     rounds = []
     for _ in range(len(seats) - 1):
+        # Folded in the middle: the seats of the second half, backwards, are opposite the first's.
         half = len(seats) // 2
         opposite = zip(seats[:half], reversed(seats[half:]), strict=True)
         rounds.append(tuple(pair_of(a, b) for a, b in opposite if a is not None and b is not None))
@@ -71,8 +72,10 @@ def durations(rounds: Sequence[Round], round_trips_s: Mapping[Pair, float]) -> l
     """
     wanted = []
     for pairs in rounds:
+        # Rounds begin together on all ranks, so that the longest link decides.
         lengths = [_wanted_s(round_trips_s[pair]) for pair in pairs if pair in round_trips_s]
         wanted.append(max(lengths, default=0.0))
+    # Few machines have time to spare for a stream that is slow to settle; many share what there is.
     share = min(_SPARE, ROUNDS_S / max(sum(wanted), 1e-9))
     return [seconds * share for seconds in wanted]
 

@@ -22,7 +22,6 @@ from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
 from dpipe.measure.notes import NOT_YET, Note, NoteKind
 from dpipe.measure.tcp_info import counts, queued_bytes
-from dpipe.network.link import PAYLOAD_SHARE
 from dpipe.session.session import reason_of
 
 _CHUNK = memoryview(bytes(64 << 10))
@@ -92,10 +91,8 @@ def _rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def gbps(bytes_per_s: float) -> float:
-    """Gbit/s of the interface that carries so much payload in full Ethernet frames: what the
-    profile of a network says.
-    """
-    return bytes_per_s * 8e-9 / PAYLOAD_SHARE
+    """Of messages, without the headers of packets: what a file of machines says."""
+    return bytes_per_s * 8e-9
 
 
 class Outflow:
@@ -161,6 +158,7 @@ class Outflow:
         round_trips = _STEADY_IN_FLIGHT
         if last >= _RISING * max(before, default=0.0):
             round_trips = _RISING_IN_FLIGHT
+        # A thread that wakes late must not find the link idle.
         in_flight_s = round_trips * self._round_trip_s + _LATE_S
         return max(_FEWEST_IN_FLIGHT, best * in_flight_s)
 
@@ -216,6 +214,7 @@ class Inflow:
             self.meter.note(now, self._received)
         if self.sent is None or self._received < self.sent:
             return None
+        # A count that does not agree is no measurement, whichever end is wrong.
         if self._received > self.sent:
             raise TransferError(f"{self._received} bytes came of {self.sent} that were sent")
         return self._received
@@ -331,6 +330,7 @@ def _poll(flows: Sequence[PeerTraffic], left_s: float) -> None:
             incoming[data.fileno()] = flow, data
     most_s = _WAIT_S if any(flow.sends for flow in flows) else _IDLE_S
     for number, event in waiter.poll(max(0, math.ceil(1e3 * min(most_s, left_s)))):
+        # What may be written again is written by the next step, within its window.
         if event & ~select.POLLOUT:
             flow, source = incoming[number]
             _attempt(flow, partial(_receive, flow, source))

@@ -83,6 +83,21 @@ class Link:
         cubic = 1.054 * math.pow(2 * self.delay_ms * 1e-3 / loss, 0.75)
         return max(reno, cubic) * SEGMENT_BYTES
 
+    def with_rate_of_messages(self) -> "Link":
+        """The same link where `bandwidth_gbps` is what messages got in spite of the loss: no more
+        of it than lets the most connections carry that much, or the loss would count twice.
+        """
+        bytes_per_s = self.bandwidth_gbps * 1e9 / 8
+        in_flight = bytes_per_s * 2 * self.delay_ms * 1e-3
+        packets = in_flight / MAX_CONNECTIONS / SEGMENT_BYTES
+        if self.loss_percent == 0 or packets == 0:
+            return self
+        # `loss_window_bytes` solved for the loss.
+        reno = 1.5 / packets**2
+        cubic = 2 * self.delay_ms * 1e-3 / math.pow(packets / 1.054, 4 / 3)
+        most_percent = 100 * max(reno, cubic)
+        return replace(self, loss_percent=min(self.loss_percent, most_percent))
+
     def recovery_us(self, num_bytes: int, connections: int = 1) -> float:
         """How much later a message is whole because of loss, on average.
 

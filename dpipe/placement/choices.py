@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from dpipe.config.load import Config
 from dpipe.config.section import Section
+from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
+from dpipe.plan.tensor_parallel import check_vocabulary
 from dpipe.schedule.generate import AUTO
 from dpipe.wire.format import FORMATS
 
@@ -34,7 +36,7 @@ class OpenChoices:
     in_flight: int | None
     split: tuple[int, ...] | None  # layers a stage; None: any
     batch_size: int
-    num_heads: int
+    splits: tuple[int, ...]  # sizes of a tensor-parallel group that divide the model
 
     def micro_batches(self, replicas: int) -> Iterator[int]:
         """How many each of `replicas` may cut its share of the batch into."""
@@ -59,8 +61,8 @@ class OpenChoices:
         if self.tensor_parallel is not None:
             yield self.tensor_parallel
             return
-        for size in range(1, most + 1):
-            if self.num_heads % size == 0 and size & (size - 1) == 0:
+        for size in self.splits:
+            if size <= most:
                 yield size
 
 
@@ -79,29 +81,25 @@ def choices_of(config: Config, formats: Sequence[str]) -> OpenChoices:
         stages = len(split)
     kinds: tuple[str, ...] = KINDS_THAT_AGREE
     if "kind" in settings.model_fields_set:
-        kinds = () if settings.active_kind.pattern is None else (settings.kind,)
+        # Of the kind itself: with one replica, as there is while they are open, none is active.
+        kinds = () if KINDS[settings.kind].pattern is None else (settings.kind,)
+    # A format may be for one of the two alone; the other is left as it is.
+    between_stages = [name for name in formats if FORMATS[name].between_stages]
+    between_replicas = [name for name in formats if FORMATS[name].between_replicas]
     return OpenChoices(
         stages=stages,
         replicas=_stated(settings, "replicas"),
         tensor_parallel=_sizes_of_groups(config),
         num_microbatches=_stated(config.train, "num_microbatches"),
         recompute=_open(pipeline, "recompute", RECOMPUTES),
-        wires=_open(
-            pipeline,
-            "wire",
-            [n for n in formats if FORMATS[n].between_stages],
-        ),
+        wires=_open(pipeline, "wire", between_stages or ["none"]),
         kinds=kinds,
-        exchange_wires=_open(
-            settings,
-            "wire",
-            [n for n in formats if FORMATS[n].between_replicas],
-        ),
+        exchange_wires=_open(settings, "wire", between_replicas or ["none"]),
         schedule=pipeline.schedule if "schedule" in pipeline.model_fields_set else AUTO,
         in_flight=pipeline.in_flight,
         split=split,
         batch_size=config.train.batch_size,
-        num_heads=config.model.num_heads,
+        splits=tuple(_splits(config)),
     )
 
 
@@ -128,6 +126,19 @@ def _sizes_of_groups(config: Config) -> int | None:
     return size
 
 
+def _splits(config: Config) -> Iterator[int]:
+    """Powers of two: others leave devices of a machine over."""
+    size = 1
+    while config.model.num_heads % size == 0:
+        try:
+            check_vocabulary(config.with_(tensor_parallel__size=size))
+            yield size
+        except ConfigError:
+            # Its vocabulary, for one, may be odd: that is no reason not to plan without.
+            pass
+        size *= 2
+
+
 def _stated(section: Section, key: str) -> int | None:
     if key not in section.model_fields_set:
         return None
@@ -135,11 +146,7 @@ def _stated(section: Section, key: str) -> int | None:
     return value
 
 
-def _open(
-    section: Section,
-    key: str,
-    choices: Sequence[str],
-) -> tuple[str, ...]:
+def _open(section: Section, key: str, choices: Sequence[str]) -> tuple[str, ...]:
     if key in section.model_fields_set:
         return (getattr(section, key),)
     return tuple(choices)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpipe.placement.estimate import estimate
-from dpipe.placement.fleet import Ints
+from dpipe.placement.estimate import Estimate, estimate
+from dpipe.placement.fleet import Floats, Ints
 from dpipe.placement.objective import Objective
 from dpipe.placement.problem import PlanProblem
 from dpipe.placement.shape import PlanShape
@@ -42,18 +42,16 @@ class Placed:
     @property
     def seats(self) -> Ints:
         """[replica, stage]"""
-        seats: Ints = seats_of(self.shape, self.order[None])[0]
+        candidates = self.order[None]
+        seats: Ints = seats_of(self.shape, candidates)[0]
         return seats
 
 
 def seats_of(shape: PlanShape, orders: Ints) -> Ints:
     """[candidate, replica, stage]"""
+    count = len(orders)
     first = orders[:, : shape.num_seats]
-    return first.reshape(
-        len(orders),
-        shape.replicas,
-        shape.stages,
-    )
+    return first.reshape(count, shape.replicas, shape.stages)
 
 
 def best_of(
@@ -61,26 +59,18 @@ def best_of(
 ) -> Placed:
     """The best of many placements of one shape."""
     seats = seats_of(shape, orders)
-    found = estimate(
-        problem,
-        shape,
-        seats,
-        ends,
-    )
-    values = objective(
-        problem,
-        shape,
-        found,
-        seats,
-    )
+    found = estimate(problem, shape, seats, ends)
+    values = objective(problem, shape, found, seats)
     best = int(np.argmin(values))
-    binds = found.waits_s[best].max(axis=1) >= found.replica_s[best]
+    waits_s = found.waits_s[best]
+    longest_s = waits_s.max(axis=1)
+    binds = longest_s >= found.replica_s[best]
     return Placed(
         shape,
-        orders[best],
-        ends[best],
-        float(values[best]),
-        float(found.step_s[best]),
+        order=orders[best],
+        ends=ends[best],
+        value=float(values[best]),
+        step_s=float(found.step_s[best]),
         waits=bool(binds.any()),
     )
 
@@ -91,11 +81,7 @@ class Climb:
     """
 
     def __init__(
-        self,
-        problem: PlanProblem,
-        objective: Objective,
-        start: Placed,
-        seed: int,
+        self, problem: PlanProblem, objective: Objective, start: Placed, seed: int
     ) -> None:
         self.best = start
         self._problem = problem
@@ -107,140 +93,141 @@ class Climb:
         self._value = np.inf
         self._slowest: Ints = np.arange(start.shape.num_seats)
 
-    def run(
-        self,
-        rounds: int,
-        width: int,
-    ) -> None:
+    def run(self, rounds: int, width: int) -> None:
         """`rounds` batches of `width` neighbours."""
         for number in range(rounds):
             orders, ends = self._neighbours(width)
-            hot = _HOT * (1 - number / rounds)
+            done = number / rounds
+            hot = _HOT * (1 - done)
             self._go(orders, ends, hot)
 
-    def _go(
-        self,
-        orders: Ints,
-        ends: Ints,
-        hot: float,
-    ) -> None:
+    def _go(self, orders: Ints, ends: Ints, hot: float) -> None:
+        problem = self._problem
         shape = self._shape
         seats = seats_of(shape, orders)
-        found = estimate(
-            self._problem,
-            shape,
-            seats,
-            ends,
-        )
-        values = self._objective(
-            self._problem,
-            shape,
-            found,
-            seats,
-        )
-        mean_s = found.replica_s.mean(axis=1)
-        possible = np.isfinite(values)
-        share = np.divide(
-            mean_s,
-            found.step_s,
-            out=np.ones_like(mean_s),
-            where=possible,
-        )
-        smooth = values * (1 + _SMOOTHING * share)
+        found = estimate(problem, shape, seats, ends)
+        values = self._objective(problem, shape, found, seats)
+        smooth = _smoothed(values, found)
         best = int(np.argmin(smooth))
-        if smooth[best] <= self._value * (1 + hot):
+        most = self._value * (1 + hot)
+        if smooth[best] <= most:
             self._order = orders[best]
             self._ends = ends[best]
             self._value = float(smooth[best])
-            slowest = np.argsort(found.seats_s[best].ravel())
-            self._slowest = slowest[-max(1, len(slowest) // 8) :]
+            seats_s = found.seats_s[best]
+            self._slowest = _slowest_seats(seats_s)
+        # By the value itself: what is smoothed shows the way, and is no result.
         least = int(np.argmin(values))
         if values[least] < self.best.value:
             self.best = Placed(
-                shape, orders[least], ends[least], float(values[least]), float(found.step_s[least])
+                shape,
+                order=orders[least],
+                ends=ends[least],
+                value=float(values[least]),
+                step_s=float(found.step_s[least]),
             )
 
     def _neighbours(self, width: int) -> tuple[Ints, Ints]:
-        orders = np.tile(self._order, (width, 1))
-        ends = np.tile(self._ends, (width, 1))
+        copies = (width, 1)
+        orders = np.tile(self._order, copies)
+        ends = np.tile(self._ends, copies)
+        # What decides the move: [0, 1), in shares, and beyond it no move.
         move = self._rng.random(width)
-        move[0] = 2.0  # none: where the climb is
-        self._swap(orders, np.flatnonzero(move < _SWAPS))
+        move[0] = 2.0  # where the climb is: a round must not lose it
+        swaps_below = _SWAPS
+        layers_below = _SWAPS + _LAYERS
+        swaps = move < swaps_below
+        moves_layer = (move >= swaps_below) & (move < layers_below)
+        reorders = (move >= layers_below) & (move < 1.0)
+        rows = np.flatnonzero(swaps)
+        self._swap(orders, rows)
+        # Machines of other speeds want another cut: neither move alone may be a step up.
         also = self._rng.random(width) < _ALSO_A_LAYER
-        layers = (move < _SWAPS) & also | (move >= _SWAPS) & (move < _SWAPS + _LAYERS)
-        self._move_layer(ends, np.flatnonzero(layers))
-        self._reorder_stages(orders, np.flatnonzero((move >= _SWAPS + _LAYERS) & (move < 1.0)))
+        layers = swaps & also | moves_layer
+        rows = np.flatnonzero(layers)
+        self._move_layer(ends, rows)
+        rows = np.flatnonzero(reorders)
+        self._reorder_stages(orders, rows)
         return orders, ends
 
-    def _swap(
-        self,
-        orders: Ints,
-        rows: Ints,
-    ) -> None:
+    def _swap(self, orders: Ints, rows: Ints) -> None:
         rng = self._rng
         count = len(rows)
-        here = rng.integers(self._shape.num_seats, size=count)
+        num_seats = self._shape.num_seats
+        anywhere = rng.integers(num_seats, size=count)
         slowest = rng.choice(self._slowest, size=count)
-        here = np.where(
-            rng.random(count) < _SLOWEST,
-            slowest,
-            here,
-        )
-        there = rng.integers(orders.shape[1], size=count)
+        decides = rng.random(count) < _SLOWEST
+        here = np.where(decides, slowest, anywhere)
+        # With any unit, also one that is left out.
+        num_units = orders.shape[1]
+        there = rng.integers(num_units, size=count)
         one = orders[rows, here]
         other = orders[rows, there]
         orders[rows, here] = other
         orders[rows, there] = one
 
-    def _move_layer(
-        self,
-        ends: Ints,
-        rows: Ints,
-    ) -> None:
+    def _move_layer(self, ends: Ints, rows: Ints) -> None:
         """Each row's from one stage to another: the boundaries between them move by one."""
+        rng = self._rng
         stages = self._shape.stages
-        if stages == 1 or self._problem.choices.split is not None:
+        stated = self._problem.choices.split is not None
+        if stated or stages == 1:
             return
-        source = self._rng.integers(stages, size=len(rows))[:, None]
-        target = self._rng.integers(stages, size=len(rows))[:, None]
+        each = (len(rows), 1)
+        source = rng.integers(stages, size=each)
+        target = rng.integers(stages, size=each)
         boundary = np.arange(stages + 1)
         up = (boundary > target) & (boundary <= source)
         down = (boundary > source) & (boundary <= target)
         moved = ends[rows] + up - down
-        whole = (np.diff(moved, axis=1) >= 1).all(axis=1)
-        ends[rows[whole]] = moved[whole]
+        # A stage that has one layer keeps it.
+        layers = np.diff(moved, axis=1)
+        least = layers.min(axis=1)
+        whole = least >= 1
+        kept = rows[whole]
+        ends[kept] = moved[whole]
 
-    def _reorder_stages(
-        self,
-        orders: Ints,
-        rows: Ints,
-    ) -> None:
+    def _reorder_stages(self, orders: Ints, rows: Ints) -> None:
         """In every replica alike: a run of stages turned round, or two that change places."""
+        rng = self._rng
         shape = self._shape
-        first, last = np.sort(self._rng.integers(shape.stages, size=(2, len(rows))), axis=0)[
-            ..., None
-        ]
-        stage = np.tile(np.arange(shape.stages), (len(rows), 1))
-        turned = np.where(
-            (stage >= first) & (stage <= last),
-            first + last - stage,
-            stage,
-        )
-        traded = np.where(
-            stage == first,
-            last,
-            np.where(stage == last, first, stage),
-        )
-        turns = self._rng.random(len(rows)) < 0.5
-        places = np.where(
-            turns[:, None],
-            turned,
-            traded,
-        )
+        count = len(rows)
+        two = (2, count, 1)
+        ends = rng.integers(shape.stages, size=two)
+        first = ends.min(axis=0)
+        last = ends.max(axis=0)
+        mirrored = first + last
+        stage = np.arange(shape.stages)
+        inside = (stage >= first) & (stage <= last)
+        at_end = (stage == first) | (stage == last)
+        turns = rng.random((count, 1)) < 0.5
+        # Two that change places are a run of which only the ends are turned.
+        moves = np.where(turns, inside, at_end)
+        opposite = mirrored - stage
+        places = np.where(moves, opposite, stage)
+        in_each_replica = places[:, None, :]
         seats = seats_of(shape, orders[rows])
-        moved = np.take_along_axis(
-            seats,
-            places[:, None, :],
-            axis=2,
-        )
-        orders[rows, : shape.num_seats] = moved.reshape(len(rows), -1)
+        moved = np.take_along_axis(seats, in_each_replica, axis=2)
+        # What is left out stays behind the seats.
+        num_seats = shape.num_seats
+        orders[rows, :num_seats] = moved.reshape(count, num_seats)
+
+
+def _smoothed(values: Floats, found: Estimate) -> Floats:
+    mean_s = found.replica_s.mean(axis=1)
+    possible = np.isfinite(values)
+    # An infinite step has no share, and is not chosen whatever this one is.
+    share = np.ones_like(mean_s)
+    np.divide(mean_s, found.step_s, out=share, where=possible)
+    factor = 1 + _SMOOTHING * share
+    smooth: Floats = values * factor
+    return smooth
+
+
+def _slowest_seats(seats_s: Floats) -> Ints:
+    """An eighth of all, one at least: those whose machines a swap should replace."""
+    of_all = seats_s.ravel()
+    by_time = np.argsort(of_all)
+    eighth = len(by_time) // 8
+    count = max(1, eighth)
+    return by_time[-count:]

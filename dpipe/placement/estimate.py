@@ -67,41 +67,28 @@ class Estimate:
         return longest
 
 
-def estimate(
-    problem: PlanProblem,
-    shape: PlanShape,
-    seats: Ints,
-    ends: Ints,
-) -> Estimate:
+def estimate(problem: PlanProblem, shape: PlanShape, seats: Ints, ends: Ints) -> Estimate:
     """`seats` are units by candidate, replica and stage; `ends` [candidate, stage + 1] where each
     stage's layers begin, and the number of layers.
     """
     # No link has a rate of 0: what crosses it takes for ever.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _Batch(
-            problem,
-            shape,
-            seats,
-            ends,
-        ).estimate()
+        return _Batch(problem, shape, seats, ends).estimate()
 
 
 class _Batch:
     """Placements of one shape that are estimated together."""
 
-    def __init__(
-        self,
-        problem: PlanProblem,
-        shape: PlanShape,
-        seats: Ints,
-        ends: Ints,
-    ) -> None:
+    def __init__(self, problem: PlanProblem, shape: PlanShape, seats: Ints, ends: Ints) -> None:
         self._problem = problem
         self._shape = shape
         self._seats = seats
         self._units = problem.units(shape.tensor_parallel)
         self._begin = ends[:, None, :-1]
         self._end = ends[:, None, 1:]
+        # The two ends of each hop.
+        self._here = seats[..., :-1]
+        self._there = seats[..., 1:]
         self._kinds = self._units.kind[seats]
         times = problem.times(shape)
         self._forward_s = self._of_stages(times.forward)
@@ -114,111 +101,143 @@ class _Batch:
 
     def _of_stages(self, summed: Floats) -> Floats:
         """The layers of each seat, of `summed` [kind of machine, layer + 1]."""
-        total: Floats = summed[self._kinds, self._end] - summed[self._kinds, self._begin]
-        return total
+        after: Floats = summed[self._kinds, self._end]
+        before: Floats = summed[self._kinds, self._begin]
+        return after - before
 
     def _of_layers(self, summed: Floats) -> Floats:
         """The same of `summed` [layer + 1], which all machines have in common."""
-        total: Floats = summed[self._end] - summed[self._begin]
-        return total
+        after: Floats = summed[self._end]
+        before: Floats = summed[self._begin]
+        return after - before
 
     def _set_hops(self) -> None:
         units = self._units
-        forward, backward = self._problem.sent_bytes(self._shape)
-        hops = np.arange(self._shape.stages - 1)
+        shape = self._shape
+        forward, backward = self._problem.sent_bytes(shape)
+        hops = np.arange(shape.stages - 1)
         last_layers = self._begin[..., 1:] - 1
-        here = self._seats[..., :-1]
-        there = self._seats[..., 1:]
-        self._forward_gbit = forward[hops, last_layers] * _GBIT
-        self._backward_gbit = backward[hops, last_layers] * _GBIT
-        self._out_s = self._forward_gbit / units.gbps[here, there]
-        self._back_s = self._backward_gbit / units.gbps[there, here]
+        forward_bytes = forward[hops, last_layers]
+        backward_bytes = backward[hops, last_layers]
+        self._forward_gbit = forward_bytes * _GBIT
+        self._backward_gbit = backward_bytes * _GBIT
+        # A link may be slower one way than the other.
+        out = (self._here, self._there)
+        back = (self._there, self._here)
+        self._out_s = self._forward_gbit / units.gbps[out]
+        self._back_s = self._backward_gbit / units.gbps[back]
         # With the delay, and what is computed in front of it.
-        up_s = self._forward_s[..., :-1] + self._out_s + units.delay_s[here, there]
-        down_s = self._returns_s[..., :-1] + self._back_s + units.delay_s[there, here]
+        forward_s = self._forward_s[..., :-1]
+        returns_s = self._returns_s[..., :-1]
+        up_s = forward_s + self._out_s
+        up_s += units.delay_s[out]
+        down_s = returns_s + self._back_s
+        down_s += units.delay_s[back]
+        heads_s = _summed(up_s)
+        # From the first stage on: what a gradient has yet to pass when a stage is done with it.
         self._tails_s = _summed(down_s)
-        self._ends_s = _summed(up_s) + self._tails_s
+        self._ends_s = heads_s + self._tails_s
 
     def estimate(self) -> Estimate:
         num = self._shape.num_microbatches
+        candidates, replicas, _ = self._seats.shape
         ends_s = self._ends_s
         sent_s, received_s = self._interfaces()
-        computing_s = num * (self._forward_s + self._backward_s)
+        both_s = self._forward_s + self._backward_s
+        computing_s = num * both_s
+        sending_s = num * sent_s
+        receiving_s = num * received_s
+        # The first micro-batch passes alone, and each of the others makes the slowest wait once.
+        others_s = (num - 1) * self._slowest_s()
+        first_s = self._turn_s[..., None]
         found = Estimate(
-            step_s=np.zeros(len(self._seats)),
+            step_s=np.zeros(candidates),
             computes_s=ends_s + computing_s,
-            sends_s=ends_s + num * sent_s,
-            receives_s=ends_s + num * received_s,
+            sends_s=ends_s + sending_s,
+            receives_s=ends_s + receiving_s,
             computing_s=computing_s,
-            sending_s=num * sent_s,
-            receiving_s=num * received_s,
-            passes_s=self._turn_s[..., None] + (num - 1) * self._slowest_s(),
+            sending_s=sending_s,
+            receiving_s=receiving_s,
+            passes_s=first_s + others_s,
             waits_s=self._waits_s(),
             exchange_s=self._exchange_s(),
-            replica_s=np.zeros(self._seats.shape[:2]),
+            replica_s=np.zeros((candidates, replicas)),
         )
-        found.seats_s.max(axis=2, out=found.replica_s)
-        # A stage's gradient is final when its last backward pass is over.
-        final_s = (found.replica_s[..., None] - self._tails_s).max(axis=1)
-        agreed_s = (final_s + found.exchange_s).max(axis=1)
-        np.maximum(
-            agreed_s,
-            found.replica_s.max(axis=1),
-            out=found.step_s,
-        )
-        if self._problem.votes:
-            found.step_s[:] += self._vote_s()
-        # Of what never ends nothing can be subtracted.
-        found.step_s[np.isnan(found.step_s)] = np.inf
+        seats_s = found.seats_s
+        seats_s.max(axis=2, out=found.replica_s)
+        self._set_steps(found)
         return found
+
+    def _set_steps(self, found: Estimate) -> None:
+        step_s = found.step_s
+        # A stage's gradient is final when its last backward pass is over.
+        replica_s = found.replica_s[..., None]
+        of_stages_s = replica_s - self._tails_s
+        final_s = of_stages_s.max(axis=1)
+        exchanged_s = final_s + found.exchange_s
+        agreed_s = exchanged_s.max(axis=1)
+        computed_s = found.replica_s.max(axis=1)
+        np.maximum(agreed_s, computed_s, out=step_s)
+        if self._problem.votes:
+            step_s += self._vote_s()
+        # Of what never ends nothing can be subtracted.
+        endless = np.isnan(step_s)
+        step_s[endless] = np.inf
 
     @property
     def _turn_s(self) -> Floats:
         """A micro-batch alone, up and down: [candidate, replica]."""
-        top_s: Floats = self._forward_s[..., -1] + self._returns_s[..., -1]
+        forward_s: Floats = self._forward_s[..., -1]
+        returns_s: Floats = self._returns_s[..., -1]
+        top_s = forward_s + returns_s
         return top_s + self._ends_s[..., -1]
 
     def _slowest_s(self) -> Floats:
         slowest_s = np.maximum(self._forward_s, self._backward_s)
         links_s = np.maximum(self._out_s, self._back_s)
-        np.maximum(
-            slowest_s[..., :-1],
-            links_s,
-            out=slowest_s[..., :-1],
-        )
+        # The last stage has no hop behind it.
+        before_hop_s = slowest_s[..., :-1]
+        np.maximum(before_hop_s, links_s, out=before_hop_s)
         return slowest_s
 
     def _interfaces(self) -> tuple[Floats, Floats]:
         """What each seat's machine sends and receives for a micro-batch, in seconds."""
         units = self._units
-        here = self._seats[..., :-1]
-        there = self._seats[..., 1:]
-        sent = np.zeros(self._seats.shape)
-        received = np.zeros(self._seats.shape)
-        # What stays on a machine does not pass its interface.
-        leaves: Ints | int = 1 if units.one_each else units.machine[here] != units.machine[there]
-        sent[..., :-1] = received[..., 1:] = self._forward_gbit * leaves
-        sent[..., 1:] += self._backward_gbit * leaves
-        received[..., :-1] += self._backward_gbit * leaves
-        return (
-            self._of_machines(sent) / units.egress_gbps[self._seats],
-            self._of_machines(received) / units.ingress_gbps[self._seats],
-        )
+        seats = self._seats
+        forward = self._forward_gbit
+        backward = self._backward_gbit
+        if not units.one_each:
+            # What stays on a machine does not pass its interface.
+            source = units.machine[self._here]
+            target = units.machine[self._there]
+            leaves = source != target
+            forward = forward * leaves
+            backward = backward * leaves
+        sent = np.zeros(seats.shape)
+        sent[..., :-1] = forward
+        sent[..., 1:] += backward
+        received = np.zeros(seats.shape)
+        received[..., 1:] = forward
+        received[..., :-1] += backward
+        egress_gbps = units.egress_gbps[seats]
+        ingress_gbps = units.ingress_gbps[seats]
+        sent_s = self._of_machines(sent) / egress_gbps
+        received_s = self._of_machines(received) / ingress_gbps
+        return sent_s, received_s
 
     def _of_machines(self, sizes: Floats) -> Floats:
         """By seat, what all seats of its machine move."""
         units = self._units
         if units.one_each:
             return sizes
+        # Each candidate has a number for each machine, so that one count sums up all of them.
         count = len(sizes)
-        first = np.arange(count)[:, None, None] * units.num_machines
+        candidate = np.arange(count)[:, None, None]
+        first = candidate * units.num_machines
         place = first + units.machine[self._seats]
         length = count * units.num_machines
-        total = np.bincount(
-            place.ravel(),
-            sizes.ravel(),
-            length,
-        )
+        numbers = place.ravel()
+        total = np.bincount(numbers, sizes.ravel(), length)
         of_seats: Floats = total[place]
         return of_seats
 
@@ -226,19 +245,22 @@ class _Batch:
         """Where memory, or the schedule itself, lets few micro-batches be under way."""
         shape = self._shape
         layers = self._problem.held(shape)
-        held = np.maximum(self._of_layers(layers.held), 1.0)
-        free = self._units.memory_bytes[self._seats] - layers.working
-        fitting = np.floor((free - self._of_layers(layers.static)) / held)
+        held = self._of_layers(layers.held)
+        held = np.maximum(held, 1.0)  # a job of which nobody knows what it holds
+        memory_bytes = self._units.memory_bytes[self._seats]
+        static = self._of_layers(layers.static)
+        free = memory_bytes - layers.working - static
+        fitting = np.floor(free / held)
         fitting = np.minimum(fitting, shape.num_microbatches)
         if shape.depths is not None:
-            fitting = np.minimum(fitting, np.array(shape.depths))
-        above_s = self._turn_s[..., None] - self._ends_s
-        waits_s = self._ends_s + above_s * (shape.num_microbatches / fitting)
-        return np.where(
-            fitting >= 1,
-            waits_s,
-            np.inf,
-        )
+            depths = np.array(shape.depths)
+            fitting = np.minimum(fitting, depths)
+        turns = shape.num_microbatches / fitting
+        turn_s = self._turn_s[..., None]
+        above_s = turn_s - self._ends_s
+        waits_s = self._ends_s + above_s * turns
+        fits = fitting >= 1
+        return np.where(fits, waits_s, np.inf)
 
     def _exchange_s(self) -> Floats:
         """What the replicas of each stage take to agree: [candidate, stage].
@@ -249,49 +271,46 @@ class _Batch:
         if replicas == 1:
             return np.zeros((count, stages))
         units = self._units
-        size = self._of_layers(self._problem.exchanged_bytes(self._shape))[:, 0]
+        by_layer = self._problem.exchanged_bytes(self._shape)
+        # Replicas are cut alike: the first stands for all.
+        size = self._of_layers(by_layer)[:, 0]
         share_gbit = size * _GBIT / replicas
-        groups = self._seats.transpose(
-            0,
-            2,
-            1,
-        )
-        pairs = groups[..., :, None], groups[..., None, :]
+        groups = self._seats.transpose(0, 2, 1)
+        source = groups[..., :, None]
+        target = groups[..., None, :]
+        pairs = (source, target)
         apart = ~np.eye(replicas, dtype=bool)
-        slowest = np.min(
-            units.gbps[pairs],
-            axis=(2, 3),
-            where=apart,
-            initial=np.inf,
-        )
-        farthest_s = np.max(
-            units.delay_s[pairs],
-            axis=(2, 3),
-            where=apart,
-            initial=0.0,
-        )
-        interface = np.minimum(units.egress_gbps, units.ingress_gbps)[groups].min(axis=2)
-        over_s = np.maximum(share_gbit / slowest, share_gbit * (replicas - 1) / interface)
+        gbps = units.gbps[pairs]
+        delay_s = units.delay_s[pairs]
+        of_pairs = (2, 3)  # axes
+        slowest = np.min(gbps, axis=of_pairs, where=apart, initial=np.inf)
+        farthest_s = np.max(delay_s, axis=of_pairs, where=apart, initial=0.0)
+        both_ways = np.minimum(units.egress_gbps, units.ingress_gbps)
+        interfaces = both_ways[groups]
+        interface = interfaces.min(axis=2)
+        over_link_s = share_gbit / slowest
+        others_gbit = share_gbit * (replicas - 1)
+        over_interface_s = others_gbit / interface
+        over_s = np.maximum(over_link_s, over_interface_s)
         total: Floats = over_s + 2 * farthest_s
         return total
 
     def _vote_s(self) -> Floats:
         """The farthest ballot to the coordinator, at the first seat, and the verdict back."""
         units = self._units
-        every = self._seats.reshape(len(self._seats), -1)
+        count = len(self._seats)
+        every = self._seats.reshape(count, -1)
         first = every[:, :1]
-        there_s = units.delay_s[every, first].max(axis=1)
-        back_s = units.delay_s[first, every].max(axis=1)
-        total: Floats = there_s + back_s
-        return total
+        there_s = units.delay_s[every, first]
+        back_s = units.delay_s[first, every]
+        farthest_there_s: Floats = there_s.max(axis=1)
+        farthest_back_s: Floats = back_s.max(axis=1)
+        return farthest_there_s + farthest_back_s
 
 
 def _summed(steps: Floats) -> Floats:
     """What is before each stage, of `steps` from stage to stage."""
-    before = np.zeros((*steps.shape[:-1], steps.shape[-1] + 1))
-    np.cumsum(
-        steps,
-        axis=-1,
-        out=before[..., 1:],
-    )
+    *others, num_steps = steps.shape
+    before = np.zeros((*others, num_steps + 1))
+    np.cumsum(steps, axis=-1, out=before[..., 1:])
     return before

@@ -37,39 +37,40 @@ class Units:
     @cached_property
     def one_each(self) -> bool:
         """Whether no machine has several."""
-        return len(self) == len(np.unique(self.machine))
+        used = np.unique(self.machine)
+        return len(self) == len(used)
 
 
-def units_of(
-    cluster: Cluster,
-    config: Config,
-    group_size: int,
-) -> Units:
+def units_of(cluster: Cluster, config: Config, group_size: int) -> Units:
     """`group_size` devices make a unit; machines with fewer have none."""
     machines = cluster.machines
+    num_machines = len(machines)
+    numbers = np.arange(num_machines)
     counts = [machine.devices // group_size for machine in machines]
-    machine = np.repeat(np.arange(len(machines)), counts)
-    gbps, delay_s = _links(cluster)
+    machine = np.repeat(numbers, counts)
+    kind = np.array(kinds_of(machines))
+    gbps, delay_s = _links(cluster, config.transport.connections)
     egress_gbps = _egress_gbps(machines, gbps)
-    itself = np.eye(len(machines), dtype=bool)
-    # Between two stages on one machine there is what its groups have between their devices.
-    gbps[itself] = config.predict.machine_gbps
-    delay_s[itself] = config.predict.machine_delay_ms / 1e3
-    memory = [_or(each.memory_gb, np.inf) * _GIGA for each in machines]
-    ingress = [_or(each.ingress_gbps, np.inf) for each in machines]
-    price = [_or(each.price_per_hour, 0.0) for each in machines]
+    # A machine holds no more on a device than the job allows a rank.
+    most_gb = config.pipeline.memory_gb or np.inf
+    # What is not known binds nothing, and costs nothing.
+    memory_gb = np.array([_or(each.memory_gb, np.inf) for each in machines])
+    memory_gb = np.minimum(memory_gb, most_gb)
+    ingress = np.array([_or(each.ingress_gbps, np.inf) for each in machines])
+    price = np.array([_or(each.price_per_hour, 0.0) for each in machines])
+    memory = memory_gb * _GIGA
     # By unit and not by machine, so that an estimate needs one look-up a pair.
     pairs = np.ix_(machine, machine)
     return Units(
         machine=machine,
-        kind=np.array(kinds_of(machines))[machine],
-        memory_bytes=np.array(memory)[machine],
+        kind=kind[machine],
+        memory_bytes=memory[machine],
         egress_gbps=egress_gbps[machine],
-        ingress_gbps=np.array(ingress)[machine],
+        ingress_gbps=ingress[machine],
         gbps=gbps[pairs],
         delay_s=delay_s[pairs],
-        price=np.array(price)[machine],
-        num_machines=len(machines),
+        price=price[machine],
+        num_machines=num_machines,
     )
 
 
@@ -78,33 +79,54 @@ def _egress_gbps(machines: Sequence[Machine], gbps: Floats) -> Floats:
     itself = np.eye(len(machines), dtype=bool)
     fastest = gbps.max(axis=1, where=~itself, initial=0.0)
     fastest[fastest == 0] = np.inf  # a machine that talks to nobody is not held up by it
-    stated = [machine.egress_gbps for machine in machines]
-    return np.array([_or(*each) for each in zip(stated, fastest, strict=True)])
+    egress: Floats = fastest.copy()
+    for number, machine in enumerate(machines):
+        if machine.egress_gbps is not None:
+            egress[number] = machine.egress_gbps
+    return egress
 
 
 def kinds_of(machines: Sequence[Machine]) -> list[int]:
     """By machine, a number that those have in common on which layers take the same."""
     numbers: dict[object, int] = {}
-    return [numbers.setdefault((m.layers, m.gflops), len(numbers)) for m in machines]
+    kinds = []
+    for machine in machines:
+        key = (machine.layers, machine.gflops)
+        kind = numbers.setdefault(key, len(numbers))
+        kinds.append(kind)
+    return kinds
 
 
-def _links(cluster: Cluster) -> tuple[Floats, Floats]:
-    """Gbit/s over as many connections as fill the link, and seconds of delay."""
+def _links(cluster: Cluster, connections: int | str) -> tuple[Floats, Floats]:
+    """Gbit/s over so many connections ("auto": as fill the link), and seconds of delay."""
     names = cluster.names
+    count = len(names)
     place = {name: number for number, name in enumerate(names)}
-    shape = (len(names), len(names))
+    shape = (count, count)
+    gbps = np.zeros(shape)
+    delay_s = np.full(shape, np.inf)
     default = cluster.default_link
-    gbps = np.full(shape, 0.0 if default is None else _rate(default))
-    delay_s = np.full(shape, np.inf if default is None else default.delay_ms / 1e3)
+    if default is not None:
+        gbps[:] = _rate(default, connections)
+        delay_s[:] = default.delay_ms / 1e3
     for (source, target), link in cluster.links.items():
         ends = place[source], place[target]
-        gbps[ends] = _rate(link)
+        gbps[ends] = _rate(link, connections)
         delay_s[ends] = link.delay_ms / 1e3
+    # Two stages on one machine talk past its interface.
+    for number, name in enumerate(names):
+        inside = cluster.link(name, name)
+        if inside is not None:
+            gbps[number, number] = _rate(inside, connections)
+            delay_s[number, number] = inside.delay_ms / 1e3
     return gbps, delay_s
 
 
-def _rate(link: Link) -> float:
-    return link.rate_gbps(link.connections)
+def _rate(link: Link, connections: int | str) -> float:
+    measured = link.with_rate_of_messages()
+    if isinstance(connections, int):
+        return measured.rate_gbps(connections)
+    return measured.rate_gbps(measured.connections)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -26,11 +26,7 @@ class Objective:
     max_price: float = math.inf  # an hour, of all machines that are used
 
     def __call__(
-        self,
-        problem: PlanProblem,
-        shape: PlanShape,
-        found: Estimate,
-        seats: Ints,
+        self, problem: PlanProblem, shape: PlanShape, found: Estimate, seats: Ints
     ) -> Floats:
         units = problem.units(shape.tensor_parallel)
         # Without prices there is no budget to keep to.
@@ -39,16 +35,8 @@ class Objective:
         price = hourly(units, seats)
         value = found.step_s
         if self.name == "price":
-            value = of_million_tokens(
-                price,
-                found.step_s,
-                problem.tokens,
-            )
-        allowed: Floats = np.where(
-            price <= self.max_price,
-            value,
-            np.inf,
-        )
+            value = of_million_tokens(price, found.step_s, problem.tokens)
+        allowed: Floats = np.where(price <= self.max_price, value, np.inf)
         return allowed
 
 
@@ -60,16 +48,15 @@ def hourly(units: Units, seats: Ints) -> Floats:
         return total
     price = np.zeros(units.num_machines)
     price[units.machine] = units.price
-    used = np.zeros((len(seats), units.num_machines), dtype=bool)
-    used[np.arange(len(seats))[:, None], units.machine[flat]] = True
+    count = len(seats)
+    candidate = np.arange(count)[:, None]
+    used = np.zeros((count, units.num_machines), dtype=bool)
+    used[candidate, units.machine[flat]] = True
     of_machines: Floats = used @ price
     return of_machines
 
 
-def of_million_tokens(
-    price: Number,
-    step_s: Number,
-    tokens: int,
-) -> Number:
+def of_million_tokens(price: Number, step_s: Number, tokens: int) -> Number:
     """From a price an hour and the tokens of a step."""
-    return price * step_s / (_HOUR_S * tokens / _MILLION)
+    millions = _HOUR_S * tokens / _MILLION  # an hour, at a step a second
+    return price * step_s / millions

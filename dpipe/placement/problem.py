@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from dpipe.plan.costs import LayerCosts, transformer_costs
 
 # Of the whole model on one rank, for the micro-batches of a configuration.
 WholeModel = Callable[[Config], LayerCosts]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class PlanProblem:
 
     @cached_property
     def num_layers(self) -> int:
-        return len(self.whole_model(self.config).forward_s)
+        whole = self.whole_model(self.config)
+        return len(whole.forward_s)
 
     @property
     def votes(self) -> bool:
@@ -45,103 +47,89 @@ class PlanProblem:
     @property
     def tokens(self) -> int:
         """Of a step."""
-        return self.config.train.batch_size * self.config.model.context
+        sequences = self.config.train.batch_size
+        return sequences * self.config.model.context
 
     @cached_property
     def _one_of_each_kind(self) -> list[Machine]:
         machines = self.cluster.machines
-        first = dict(
-            zip(
-                reversed(kinds_of(machines)),
-                reversed(machines),
-                strict=True,
-            )
-        )
-        return [first[kind] for kind in sorted(first)]
+        kinds = kinds_of(machines)
+        first: dict[int, Machine] = {}
+        # Kinds are numbered as they come, so that they come in order here.
+        for kind, machine in zip(kinds, machines, strict=True):
+            first.setdefault(kind, machine)
+        return list(first.values())
 
     def units(self, group_size: int) -> Units:
         def make() -> Units:
-            return units_of(
-                self.cluster,
-                self.config,
-                group_size,
-            )
+            return units_of(self.cluster, self.config, group_size)
 
-        units: Units = self._once(("units", group_size), make)
-        return units
+        key = ("units", group_size)
+        return self._once(key, make)
 
-    def with_units(
-        self,
-        group_size: int,
-        units: Units,
-    ) -> "PlanProblem":
+    def with_units(self, group_size: int, units: Units) -> "PlanProblem":
         """The same job on machines that differ from these only as `units` say."""
-        return replace(self, _known={**self._known, ("units", group_size): units})
+        known = dict(self._known)
+        known["units", group_size] = units
+        return replace(self, _known=known)
 
     def times(self, shape: PlanShape) -> SummedTimes:
         def make() -> SummedTimes:
             config = self.trial(shape)
-            return times_of(
-                config,
-                self.whole_model(config),
-                self._one_of_each_kind,
-            )
+            whole = self.whole_model(config)
+            machines = self._one_of_each_kind
+            return times_of(config, whole, machines)
 
-        times: SummedTimes = self._once(("times", *_computes(shape)), make)
-        return times
+        key = ("times", *_computes(shape))
+        return self._once(key, make)
 
     def held(self, shape: PlanShape) -> Held:
         def make() -> Held:
             config = self.trial(shape)
-            return held_of(config, self.whole_model(config))
+            whole = self.whole_model(config)
+            return held_of(config, whole)
 
-        held: Held = self._once(("held", shape.kind, shape.replicas, *_computes(shape)), make)
-        return held
+        # What is sharded between replicas is held by each in part.
+        key = ("held", shape.kind, shape.replicas, *_computes(shape))
+        return self._once(key, make)
 
     def sent_bytes(self, shape: PlanShape) -> tuple[Floats, Floats]:
         """By hop and the layer in front of it, forward and backward."""
 
         def make() -> tuple[Floats, Floats]:
-            forward = [self._hops(shape, wire)[0] for wire in shape.forward_wires]
-            backward = [self._hops(shape, wire)[1] for wire in shape.backward_wires]
-            nothing = np.zeros((0, self.num_layers - 1))
-            return np.array(forward or nothing), np.array(backward or nothing)
+            hops = len(shape.forward_wires)
+            inner_layers = self.num_layers - 1
+            forward = np.zeros((hops, inner_layers))
+            backward = np.zeros_like(forward)
+            for hop, wire in enumerate(shape.forward_wires):
+                forward[hop], _ = self._hops(shape, wire)
+            for hop, wire in enumerate(shape.backward_wires):
+                _, backward[hop] = self._hops(shape, wire)
+            return forward, backward
 
         key = ("sent", shape.forward_wires, shape.backward_wires, *_computes(shape))
-        sent: tuple[Floats, Floats] = self._once(key, make)
-        return sent
+        return self._once(key, make)
 
-    def _hops(
-        self,
-        shape: PlanShape,
-        wire: str,
-    ) -> tuple[Floats, Floats]:
+    def _hops(self, shape: PlanShape, wire: str) -> tuple[Floats, Floats]:
         def make() -> tuple[Floats, Floats]:
             config = self.trial(shape, wire)
-            return bytes_of_hops(config, self.whole_model(config))
+            whole = self.whole_model(config)
+            return bytes_of_hops(config, whole)
 
-        hops: tuple[Floats, Floats] = self._once(("hops", wire, *_computes(shape)), make)
-        return hops
+        key = ("hops", wire, *_computes(shape))
+        return self._once(key, make)
 
     def exchanged_bytes(self, shape: PlanShape) -> Floats:
         """Both ways, summed up by layer."""
 
         def make() -> Floats:
             whole = self.whole_model(self.config)
-            return exchanged_bytes(
-                whole,
-                shape.kind,
-                shape.exchange_wire,
-            )
+            return exchanged_bytes(whole, shape.kind, shape.exchange_wire)
 
-        size: Floats = self._once(("exchanged", shape.kind, shape.exchange_wire), make)
-        return size
+        key = ("exchanged", shape.kind, shape.exchange_wire)
+        return self._once(key, make)
 
-    def trial(
-        self,
-        shape: PlanShape,
-        wire: str = "none",
-    ) -> Config:
+    def trial(self, shape: PlanShape, wire: str = "none") -> Config:
         """The job with the micro-batches of `shape`, before it is cut. Raises `ConfigError` where
         they do not go with the rest of the job.
         """
@@ -160,14 +148,11 @@ class PlanProblem:
             train__num_microbatches=shape.num_microbatches,
         )
 
-    def _once(
-        self,
-        key: tuple[object, ...],
-        make: Callable[[], Any],
-    ) -> Any:
+    def _once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
         if key not in self._known:
             self._known[key] = make()
-        return self._known[key]
+        made: Made = self._known[key]
+        return made
 
 
 def _computes(shape: PlanShape) -> tuple[object, ...]:

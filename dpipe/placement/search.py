@@ -27,9 +27,8 @@ from dpipe.placement.shape import PlanShape
 from dpipe.placement.starts import chained, starting_orders
 from dpipe.wire.format import wire_bytes
 
-_PLACED_OFTEN = (
-    24  # numbers of stages and replicas, of which every number of micro-batches is tried
-)
+# Numbers of stages and replicas, of which every number of micro-batches is tried.
+_PLACED_OFTEN = 24
 _IMPROVED = 12  # shapes
 _HOPELESS = 1.3  # times the best that is known
 _ROUNDS = (1, 2, 4)  # of their climbs, relative to each other
@@ -44,62 +43,58 @@ _MUCH = 1 << 20  # values of a tensor, by which formats are compared
 _value = attrgetter("value")
 
 
-def search(
-    problem: PlanProblem,
-    objective: Objective,
-    seed: int = 0,
-) -> list[Placed]:
+def search(problem: PlanProblem, objective: Objective, seed: int = 0) -> list[Placed]:
     """The best of each shape that was improved, best first; none where nothing fits."""
     starts = Starts(problem, objective)
     # One of each, or the best dozen would be one placement with a dozen numbers of micro-batches.
     first = _one_of_each(starts.promising(), _PLACED_OFTEN)
-    found = [starts.alike(each, shape) for each in first for shape in _finer(problem, each.shape)]
-    found = _one_of_each(found, _IMPROVED)
-    climbs = [
-        Climb(
-            problem,
-            objective,
-            starts.best(each),
-            seed,
-        )
-        for each in found
-    ]
+    found = []
+    for placement in first:
+        for shape in _finer(problem, placement.shape):
+            finer = starts.alike(placement, shape)
+            found.append(finer)
+    climbs = []
+    for placement in _one_of_each(found, _IMPROVED):
+        start = starts.best(placement)
+        climb = Climb(problem, objective, start, seed)
+        climbs.append(climb)
     done: list[Climb] = []
     for share in _ROUNDS:
+        # Few climbs go on for longer: each round of halving takes its share of the effort.
+        effort = share * _EFFORT // sum(_ROUNDS)
         for climb in climbs:
-            shape = climb.best.shape
-            pairs = 1 + shape.replicas // _CHEAP_REPLICAS  # of replicas, which exchange gradients
-            of_round = _OVERHEAD + shape.num_seats * _WIDTH * pairs
-            rounds = share * _EFFORT // (of_round * len(climbs) * sum(_ROUNDS))
+            of_round = _effort_of_round(climb.best.shape)
+            rounds = effort // (of_round * len(climbs))
             climb.run(1 + rounds, _WIDTH)
         climbs.sort(key=lambda climb: climb.best.value)
-        done += climbs[_kept(climbs) :]
-        climbs = climbs[: _kept(climbs)]
-    return sorted([climb.best for climb in climbs + done], key=_value)
+        better = max(2, (len(climbs) + 1) // 2)
+        done += climbs[better:]
+        climbs = climbs[:better]
+    placements = [climb.best for climb in climbs + done]
+    return sorted(placements, key=_value)
+
+
+def _effort_of_round(shape: PlanShape) -> int:
+    pairs = 1 + shape.replicas // _CHEAP_REPLICAS  # of replicas, which exchange gradients
+    return _OVERHEAD + shape.num_seats * _WIDTH * pairs
 
 
 def _one_of_each(placements: Sequence[Placed], most: int) -> list[Placed]:
     """The best for each number of stages and replicas, best first; of those that fit."""
     found: dict[tuple[int, int, int], Placed] = {}
     for placement in sorted(placements, key=_value):
+        if not math.isfinite(placement.value):
+            break
         shape = placement.shape
-        if math.isfinite(placement.value):
-            found.setdefault((shape.stages, shape.replicas, shape.tensor_parallel), placement)
-    return [*found.values()][:most]
-
-
-def _kept(climbs: Sequence[Climb]) -> int:
-    return max(2, (len(climbs) + 1) // 2)
+        key = (shape.stages, shape.replicas, shape.tensor_parallel)
+        found.setdefault(key, placement)
+    return list(found.values())[:most]
 
 
 class Starts:
     """Where shapes are placed before anything is improved."""
 
-    def __init__(
-        self,
-        problem: PlanProblem,
-        objective: Objective,
-    ) -> None:
+    def __init__(self, problem: PlanProblem, objective: Objective) -> None:
         self._problem = problem
         self._objective = objective
         self._chains: dict[int, Ints] = {}  # by size of a tensor-parallel group
@@ -110,12 +105,13 @@ class Starts:
         """
         found = []
         best_s = math.inf
-        shapes = [
-            (self._least_s(shape), number, shape)
-            for number, shape in enumerate(_coarse(self._problem))
-        ]
-        for least_s, _, shape in sorted(shapes):
-            if least_s > _HOPELESS * best_s and self._objective.name == "time":
+        by_time = self._objective.name == "time"
+        shapes = list(_coarse(self._problem))
+        shapes.sort(key=self._least_s)
+        for shape in shapes:
+            least_s = self._least_s(shape)
+            # A price says nothing of the time: a slow plan may be the cheapest.
+            if by_time and least_s > _HOPELESS * best_s:
                 break
             placement = self.fitted(shape)
             found.append(placement)
@@ -124,100 +120,84 @@ class Starts:
 
     def _least_s(self, shape: PlanShape) -> float:
         """What the fastest machines take to compute a step, if nothing else takes any time."""
-        speeds = self._speeds(shape)[: shape.num_seats]
-        return shape.replicas * shape.num_microbatches / float(speeds.sum())
+        speeds = self._speeds(shape)
+        fastest = speeds[: shape.num_seats]
+        total = float(fastest.sum())
+        return shape.replicas * shape.num_microbatches / total
 
     def _speeds(self, shape: PlanShape) -> Floats:
         """Micro-batches a second through the whole model, the fastest unit first."""
         times = self._problem.times(shape)
         units = self._problem.units(shape.tensor_parallel)
-        takes_s = (times.forward + times.backward)[units.kind, -1]
-        speeds: Floats = np.sort(1 / takes_s)[::-1]
-        return speeds
+        layers_s = times.forward + times.backward
+        whole_s = layers_s[units.kind, -1]
+        slowest_first: Floats = np.sort(1 / whole_s)
+        return slowest_first[::-1]
 
     def fitted(self, shape: PlanShape) -> Placed:
         """The best of a few ways to place it. Where memory binds, recomputed as well, and with what
         other kinds of data parallelism hold.
         """
-        orders = starting_orders(
-            self._problem,
-            shape,
-            self._chain(shape),
-        )
-        usual = self._best(shape, orders)
-        if not usual.waits:
-            return usual
-        leaner = [self._best(shape, orders) for shape in _leaner(self._problem, shape)]
-        return min([usual, *leaner], key=_value)
+        chain = self._chain(shape)
+        orders = starting_orders(self._problem, shape, chain)
+        best = self._best(shape, orders)
+        if not best.waits:
+            return best
+        for leaner in _leaner(self._problem, shape):
+            other = self._best(leaner, orders)
+            best = min(best, other, key=_value)
+        return best
 
-    def alike(
-        self,
-        placement: Placed,
-        shape: PlanShape,
-    ) -> Placed:
+    def alike(self, placement: Placed, shape: PlanShape) -> Placed:
         """`shape` placed and cut as another of its stages and replicas is; as in `fitted`, the best
         of what memory may ask for.
         """
-        usual = self._same(placement, shape)
-        if not usual.waits:
-            return usual
-        leaner = [self._same(placement, shape) for shape in _leaner(self._problem, shape)]
-        return min([usual, *leaner], key=_value)
+        best = self._same(placement, shape)
+        if not best.waits:
+            return best
+        for leaner in _leaner(self._problem, shape):
+            other = self._same(placement, leaner)
+            best = min(best, other, key=_value)
+        return best
 
-    def _same(
-        self,
-        placement: Placed,
-        shape: PlanShape,
-    ) -> Placed:
-        order = placement.order[None]
-        return best_of(
-            self._problem,
-            shape,
-            self._objective,
-            order,
-            placement.ends[None],
-        )
+    def _same(self, placement: Placed, shape: PlanShape) -> Placed:
+        orders = placement.order[None]
+        ends = placement.ends[None]
+        return best_of(self._problem, shape, self._objective, orders, ends)
 
     def best(self, placement: Placed) -> Placed:
         """The best of all ways, where they are few."""
         shape = placement.shape
         num_units = len(placement.order)
-        if math.perm(num_units, shape.num_seats) > _FEW:
+        count = math.perm(num_units, shape.num_seats)
+        if count > _FEW:
             return placement
-        found = [placement]
+        best = placement
         every = permutations(range(num_units), shape.num_seats)
+        # In blocks, as the arrays of an estimate are as long as there are candidates.
         for block in _blocks(every):
-            orders = np.array([_completed(order, num_units) for order in block])
-            found.append(self._best(shape, orders))
-        return min(found, key=_value)
+            orders = [_completed(order, num_units) for order in block]
+            other = self._best(shape, np.array(orders))
+            best = min(best, other, key=_value)
+        return best
 
-    def _best(
-        self,
-        shape: PlanShape,
-        orders: Ints,
-    ) -> Placed:
+    def _best(self, shape: PlanShape, orders: Ints) -> Placed:
         problem = self._problem
         split = problem.choices.split
         if split is None:
-            ends = balanced(
-                problem,
-                shape,
-                seats_of(shape, orders),
-            )
+            seats = seats_of(shape, orders)
+            ends = balanced(problem, shape, seats)
         else:
-            ends = np.tile(np.cumsum((0, *split)), (len(orders), 1))
-        return best_of(
-            problem,
-            shape,
-            self._objective,
-            orders,
-            ends,
-        )
+            stated = np.cumsum((0, *split))
+            count = len(orders)
+            ends = np.tile(stated, (count, 1))
+        return best_of(problem, shape, self._objective, orders, ends)
 
     def _chain(self, shape: PlanShape) -> Ints:
         size = shape.tensor_parallel
         if size not in self._chains:
-            self._chains[size] = chained(self._problem.units(size))
+            units = self._problem.units(size)
+            self._chains[size] = chained(units)
         return self._chains[size]
 
 
@@ -235,53 +215,57 @@ def _blocks(orders: Iterable[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]
 def _completed(order: Sequence[int], num_units: int) -> list[int]:
     """With the units that are left out."""
     seated = set(order)
-    return [*order, *(unit for unit in range(num_units) if unit not in seated)]
+    left_out = [unit for unit in range(num_units) if unit not in seated]
+    return [*order, *left_out]
 
 
 def _coarse(problem: PlanProblem) -> Iterator[PlanShape]:
     """Every number of stages and replicas, with as many micro-batches as keep a pipeline busy."""
     choices = problem.choices
-    most = max(machine.devices for machine in problem.cluster.machines)
+    machines = problem.cluster.machines
+    most = max(machine.devices for machine in machines)
     for size in choices.group_sizes(most):
         num_units = len(problem.units(size))
-        for stages in range(1, min(num_units, problem.num_layers) + 1):
+        most_stages = min(num_units, problem.num_layers)
+        for stages in range(1, most_stages + 1):
             if choices.stages not in (None, stages):
                 continue
-            for replicas in range(1, num_units // stages + 1):
-                if not choices.may_replicate(replicas):
-                    continue
-                numbers = list(choices.micro_batches(replicas))
-                if not numbers:
-                    continue
-                number = min(numbers, key=lambda number: abs(number - 4 * stages))
-                yield _shape(
-                    problem,
-                    stages,
-                    replicas,
-                    size,
-                    number,
-                )
+            most_replicas = num_units // stages
+            for replicas in range(1, most_replicas + 1):
+                number = _busy(problem, stages, replicas)
+                if number is not None:
+                    yield _shape(problem, stages, replicas, size, number)
 
 
-def _shape(
-    problem: PlanProblem,
-    stages: int,
-    replicas: int,
-    size: int,
-    number: int,
-) -> PlanShape:
+def _busy(problem: PlanProblem, stages: int, replicas: int) -> int | None:
+    """As near to four micro-batches a stage as can be; None where there cannot be such replicas."""
+    choices = problem.choices
+    if not choices.may_replicate(replicas):
+        return None
+    # With four a stage the pipeline fills and drains in a fifth of the step.
+    enough = 4 * stages
+    numbers = choices.micro_batches(replicas)
+    return min(numbers, key=lambda number: abs(number - enough), default=None)
+
+
+def _shape(problem: PlanProblem, stages: int, replicas: int, size: int, number: int) -> PlanShape:
     """With the first of all choices, and the formats that are smallest."""
     choices = problem.choices
     wire = _smallest(choices.wires)
     hops = (wire,) * (stages - 1)
+    kind = "none"
+    exchange_wire = "none"
+    if replicas > 1:
+        kind = choices.kinds[0]
+        exchange_wire = _smallest(choices.exchange_wires)
     return PlanShape(
         stages=stages,
         replicas=replicas,
         tensor_parallel=size,
         num_microbatches=number,
         recompute=choices.recompute[0],
-        kind=choices.kinds[0] if replicas > 1 else "none",
-        exchange_wire=_smallest(choices.exchange_wires) if replicas > 1 else "none",
+        kind=kind,
+        exchange_wire=exchange_wire,
         forward_wires=hops,
         backward_wires=hops,
         schedule=choices.schedule,
@@ -291,28 +275,22 @@ def _shape(
 
 def _finer(problem: PlanProblem, shape: PlanShape) -> Iterator[PlanShape]:
     """`shape` with every number of micro-batches, and else as it was before memory bound."""
-    choices = problem.choices
-    for number in choices.micro_batches(shape.replicas):
-        yield _shape(
-            problem,
-            shape.stages,
-            shape.replicas,
-            shape.tensor_parallel,
-            number,
-        )
+    stages = shape.stages
+    replicas = shape.replicas
+    size = shape.tensor_parallel
+    for number in problem.choices.micro_batches(replicas):
+        yield _shape(problem, stages, replicas, size, number)
 
 
 def _leaner(problem: PlanProblem, shape: PlanShape) -> Iterator[PlanShape]:
     """`shape` with every recomputation and kind of data parallelism but its own."""
     choices = problem.choices
-    kinds = choices.kinds if shape.replicas > 1 else ("none",)
+    kinds: tuple[str, ...] = ("none",)
+    if shape.replicas > 1:
+        kinds = choices.kinds
     for recompute in choices.recompute:
         for kind in kinds:
-            leaner = replace(
-                shape,
-                recompute=recompute,
-                kind=kind,
-            )
+            leaner = replace(shape, recompute=recompute, kind=kind)
             if leaner != shape:
                 yield leaner
 
@@ -329,6 +307,8 @@ def leanest_bytes(problem: PlanProblem) -> float:
             continue  # the number of stages changes no layer
         for shape in (coarse, *_leaner(problem, coarse)):
             held = problem.held(shape)
-            layers = np.diff(held.static + held.held)
-            least = min(least, float(layers.min()) + held.working)
+            with_one = held.static + held.held
+            layers = np.diff(with_one)
+            smallest = float(layers.min())
+            least = min(least, smallest + held.working)
     return least

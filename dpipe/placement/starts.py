@@ -16,21 +16,20 @@ from dpipe.placement.shape import PlanShape
 _REFERENCE_GBIT = 0.05  # of a message by which distances are compared: some MB
 
 
-def starting_orders(
-    problem: PlanProblem,
-    shape: PlanShape,
-    chain: Ints,
-) -> Ints:
+def starting_orders(problem: PlanProblem, shape: PlanShape, chain: Ints) -> Ints:
     """Orders as `climb.Placed` has them: [start, unit]; `chain` is that of `chained`."""
     units = problem.units(shape.tensor_parallel)
+    num_units = len(units)
     times = problem.times(shape)
-    slowness = (times.forward + times.backward)[units.kind, -1]
+    takes_s = times.forward + times.backward
+    slowness = takes_s[units.kind, -1]
     # The fastest machines, in the order of the chain; of those as fast the first ones of it.
-    rank = np.empty(len(units), dtype=np.int64)
-    rank[chain] = np.arange(len(units))
+    rank = np.empty(num_units, dtype=np.int64)
+    rank[chain] = np.arange(num_units)
     by_speed = np.lexsort((rank, slowness))
     fastest = by_speed[: shape.num_seats]
-    near = fastest[np.argsort(rank[fastest])]
+    by_rank = np.argsort(rank[fastest])
+    near = fastest[by_rank]
     as_it_comes = chain[: shape.num_seats]
     starts = [
         near,
@@ -39,24 +38,24 @@ def starting_orders(
         as_it_comes,
         _dealt(shape, as_it_comes),
     ]
-    return np.array([_completed(start, len(units)) for start in starts])
+    orders = [_completed(start, num_units) for start in starts]
+    return np.array(orders)
 
 
 def chained(units: Units) -> Ints:
     """All units, each followed by the nearest that is left, from the one that is nearest to all."""
     distance_s = distances_s(units)
-    left = np.ones(len(units), dtype=bool)
     # The median: one far machine must not decide where the middle is.
-    here = int(np.argmin(np.median(distance_s, axis=1)))
+    typical_s = np.median(distance_s, axis=1)
+    here = int(np.argmin(typical_s))
     chain = [here]
+    left = np.ones(len(units), dtype=bool)
     left[here] = False
     while left.any():
-        row = np.where(
-            left,
-            distance_s[here],
-            np.inf,
-        )
-        here = int(np.argmin(row)) if np.isfinite(row).any() else int(np.flatnonzero(left)[0])
+        others = np.flatnonzero(left)
+        # Where no link reaches any of them, the first in the file: they have to be somewhere.
+        nearest = np.argmin(distance_s[here, others])
+        here = int(others[nearest])
         chain.append(here)
         left[here] = False
     return np.array(chain)

@@ -19,6 +19,7 @@ from dpipe.placement.fleet import Floats, Ints
 from dpipe.plan.costs import LayerCosts, on_ranks, stage_cost
 from dpipe.plan.on_machines import layers_on
 from dpipe.plan.tensor_parallel import at_boundaries
+from dpipe.timeline.cost import Cost
 from dpipe.wire.format import wire_bytes
 
 _FLOAT_BYTES = 4
@@ -43,66 +44,54 @@ class Held:
     working: float  # above that, of the layer that needs most
 
 
-def times_of(
-    config: Config,
-    whole: LayerCosts,
-    machines: Sequence[Machine],
-) -> SummedTimes:
+def times_of(config: Config, whole: LayerCosts, machines: Sequence[Machine]) -> SummedTimes:
     """Of `machines`, one of each kind; `whole` are the layers on one rank at predict.gflops."""
-    rows = [
-        _seconds(
-            config,
-            layers_on(
-                config,
-                whole,
-                machine,
-            ),
-        )
-        for machine in machines
-    ]
-    return SummedTimes(*map(np.stack, zip(*rows, strict=True)))
+    costs = [_layer_by_layer(config, whole, machine) for machine in machines]
+    return SummedTimes(
+        forward=_summed_s([cost.forward_us for cost in costs]),
+        backward=_summed_s([cost.backward_us for cost in costs]),
+        input=_summed_s([cost.input_us for cost in costs]),
+        weight=_summed_s([cost.weight_us for cost in costs]),
+    )
 
 
-def _seconds(config: Config, layers: LayerCosts) -> tuple[Floats, Floats, Floats, Floats]:
-    # Each layer as a stage of its own, with what is computed again and exchanged in its group.
+def _layer_by_layer(config: Config, whole: LayerCosts, machine: Machine) -> Cost:
+    """Each layer as a stage of its own, with what is computed again and exchanged in its group."""
+    layers = layers_on(config, whole, machine)
+    of_group = on_ranks(config, layers)
     cut = (1,) * len(layers.forward_s)
-    alone = stage_cost(
-        on_ranks(config, layers),
-        cut,
-        recompute=config.pipeline.recompute,
-    )
-    return (
-        _summed_s(alone.forward_us),
-        _summed_s(alone.backward_us),
-        _summed_s(alone.input_us),
-        _summed_s(alone.weight_us),
-    )
+    recompute = config.pipeline.recompute
+    return stage_cost(of_group, cut, recompute=recompute)
 
 
-def _summed_s(times_us: Sequence[float]) -> Floats:
-    return summed(np.array(times_us) / 1e6)
+def _summed_s(times_us: Sequence[Sequence[float]]) -> Floats:
+    rows = []
+    for of_layers_us in times_us:
+        of_layers_s = np.array(of_layers_us) / 1e6
+        rows.append(summed(of_layers_s))
+    return np.stack(rows)
 
 
 def bytes_of_hops(config: Config, whole: LayerCosts) -> tuple[Floats, Floats]:
     """Sent behind each layer but the last, forward and backward, in the format of `config`."""
-    alone = stage_cost(
-        whole,
-        (1,) * len(whole.forward_s),
-        recompute="none",
-    )
+    cut = (1,) * len(whole.forward_s)
+    alone = stage_cost(whole, cut, recompute="none")  # recomputing changes no message
     cost = at_boundaries(config, alone)
-    return np.array(cost.activation_bytes, float), np.array(cost.gradient_bytes, float)
+    forward = np.array(cost.activation_bytes, float)
+    backward = np.array(cost.gradient_bytes, float)
+    return forward, backward
 
 
-def exchanged_bytes(
-    whole: LayerCosts,
-    kind: str,
-    wire: str,
-) -> Floats:
+def exchanged_bytes(whole: LayerCosts, kind: str, wire: str) -> Floats:
     """Both ways between replicas, summed up."""
-    there = [wire_bytes(wire, size // _FLOAT_BYTES) for size in whole.parameter_bytes]
-    home = there if KINDS[kind].rounds_answer else list(whole.parameter_bytes)
-    return summed(np.array(there, float) + np.array(home, float))
+    rounds_answer = KINDS[kind].rounds_answer
+    both_ways = []
+    for size in whole.parameter_bytes:
+        there = wire_bytes(wire, size // _FLOAT_BYTES)
+        # Parameters come back exact, unless the kind rounds them as well.
+        back = there if rounds_answer else size
+        both_ways.append(float(there + back))
+    return summed(np.array(both_ways))
 
 
 def held_of(config: Config, whole: LayerCosts) -> Held:
@@ -111,11 +100,15 @@ def held_of(config: Config, whole: LayerCosts) -> Held:
     if whole.memory_of is None:
         nothing = np.zeros(num_layers + 1)
         return Held(nothing, nothing, 0.0)
-    layers = in_run(config, whole.memory_of((1,) * num_layers))
+    cut = (1,) * num_layers
+    layers = in_run(config, whole.memory_of(cut))
+    static = [_static(layer) for layer in layers]
+    held = [_held(layer) for layer in layers]
+    working = max(_working(layer) for layer in layers)
     return Held(
-        summed(np.array([_static(layer) for layer in layers], float)),
-        summed(np.array([_held(layer) for layer in layers], float)),
-        float(max(_working(layer) for layer in layers)),
+        static=summed(np.array(static)),
+        held=summed(np.array(held)),
+        working=float(working),
     )
 
 
@@ -147,4 +140,6 @@ def _working(parts: StageMemory) -> int:
 
 def summed(values: Floats | Ints) -> Floats:
     """What is before each layer, and the total."""
-    return np.concatenate([[0.0], np.cumsum(values, dtype=float)])
+    sums = np.zeros(len(values) + 1)
+    np.cumsum(values, dtype=float, out=sums[1:])
+    return sums

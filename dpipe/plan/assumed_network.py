@@ -4,7 +4,7 @@ from typing import Literal
 
 from dpipe.config.load import Config
 from dpipe.machines.file import lists_machines, load_machines
-from dpipe.machines.seats import Seats, network_of, seats_in_order
+from dpipe.machines.seats import Seats, message_network_of, seats_in_order
 from dpipe.network.link import Network
 from dpipe.network.profile import load_network
 
@@ -36,7 +36,7 @@ def assumed_network(
     """
     if profile and lists_machines(profile):
         cluster = load_machines(profile)
-        network = network_of(cluster, seats or seats_in_order(cluster, devices_per_seat))
+        network = message_network_of(cluster, seats or seats_in_order(cluster, devices_per_seat))
     else:
         network = load_network(profile) if profile else Network()
         if profile and headers:
@@ -46,4 +46,4 @@ def assumed_network(
 
 def connections_of(config: Config) -> int:
     """How many TCP connections a link of the run has."""
-    return assumed_network(config.network_profile, config.transport.connections).connections
+    return configured_network(config, config.network_profile).connections

@@ -8,7 +8,6 @@ LayerCosts   by layer, for one micro-batch     transformer_costs, or run_plan.py
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import TypeVar
 
 from dpipe.config.load import Config
@@ -127,10 +126,15 @@ def stage_cost(
     """Sum up the layers of each stage; `cut` are layers a stage. Recomputation runs forward
     ("full") or the attention cores ("selective") once more in backward.
     """
-    ends = list(accumulate(cut))
-    ranges = [range(end - size, end) for end, size in zip(ends, cut, strict=True)]
+    ranges = []
+    start = 0
+    for size in cut:
+        ranges.append(range(start, start + size))
+        start += size
     times = [_stage_time(layers, stage, recompute) for stage in ranges]
-    hops = [end - 1 for end in ends[:-1]]
+    parameter_bytes = [sum(_slice(layers.parameter_bytes, stage)) for stage in ranges]
+    # A stage sends what its last layer passes on; behind the last stage there is nobody.
+    hops = [stage.stop - 1 for stage in ranges[:-1]]
     return Cost(
         forward_us=tuple(time.forward for time in times),
         backward_us=tuple(time.backward + time.again for time in times),
@@ -138,7 +142,7 @@ def stage_cost(
         weight_us=tuple(time.weight for time in times),
         activation_bytes=tuple(layers.activation_bytes[layer] for layer in hops),
         gradient_bytes=tuple(layers.gradient_bytes[layer] for layer in hops),
-        reduce_bytes=tuple(sum(_slice(layers.parameter_bytes, stage)) for stage in ranges),
+        reduce_bytes=tuple(parameter_bytes),
         tied_bytes=layers.tied_bytes,
     )
 

@@ -184,7 +184,7 @@ def forecast(
         timeline=timeline,
         replicas=replicas,
         agreeing_share=agreeing_share(config),
-        step_us=_mean_step_us(config, timeline, a_step, replicas),
+        step_us=mean_step_us(config, timeline, a_step, replicas),
         memory=memory,
         costs=costs,
     )
@@ -208,7 +208,7 @@ def _checked_memory(
     return memory
 
 
-def _mean_step_us(
+def mean_step_us(
     config: Config, timeline: Timeline, a_step: Callable[..., Timeline], replicas: Replicas | None
 ) -> float:
     """`timeline` is a step at which `replicas` exchange something; `a_step(replicas=...)` simulates

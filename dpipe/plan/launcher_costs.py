@@ -25,7 +25,9 @@ def to_text(digest: str, costs: Sequence[LayerCost]) -> str:
     # The blocks of a model are alike, so that few costs stand for all its layers.
     distinct = list(dict.fromkeys(costs))
     indices = [distinct.index(cost) for cost in costs]
-    return f"{digest} {json.dumps([[_to_json(cost) for cost in distinct], indices])}"
+    tables = [_to_json(cost) for cost in distinct]
+    text = json.dumps([tables, indices])
+    return f"{digest} {text}"
 
 
 def from_text(digest: str, text: str) -> tuple[LayerCost, ...] | None:
@@ -46,5 +48,9 @@ def _to_json(cost: LayerCost) -> dict[str, Any]:
 
 
 def _from_json(table: dict[str, Any]) -> LayerCost:
-    outputs = [TensorSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in table["outputs"]]
-    return LayerCost(**table | {"outputs": tuple(outputs)})
+    outputs = []
+    for shape, name in table["outputs"]:
+        dtype = getattr(torch, name)
+        outputs.append(TensorSpec(tuple(shape), dtype))
+    fields = table | {"outputs": tuple(outputs)}
+    return LayerCost(**fields)

@@ -34,7 +34,11 @@ class Placement:
     def hosts(self) -> tuple[Host, ...]:
         """Machines whose ranks have to share cores."""
         hosts = hosts_of(self.cluster, self.seats)
-        return tuple(host for host in hosts if host.computes and host.cores < len(host.ranks))
+        crowded = []
+        for host in hosts:
+            if host.computes and host.cores < len(host.ranks):
+                crowded.append(host)
+        return tuple(crowded)
 
 
 def placement_of(config: Config) -> Placement | None:
@@ -45,6 +49,7 @@ def placement_of(config: Config) -> Placement | None:
     if path is None:
         return None
     cluster = load_machines(path)
+    refuse_times_of_other_model(config, cluster)
     seats = config.predict.seats or seats_in_order(cluster, config.ranks_per_machine)
     num_ranks = config.num_machines
     if len(seats) < num_ranks:
@@ -58,6 +63,23 @@ def placement_of(config: Config) -> Placement | None:
     seats = seats[:num_ranks]
     cluster.check_links(dict.fromkeys(seats))
     return Placement(cluster, seats)
+
+
+def refuse_times_of_other_model(config: Config, cluster: Cluster) -> None:
+    """Raises `ConfigError` where layers were measured with another model, or at another precision.
+    What a file written by hand says is believed.
+    """
+    measured = cluster.measured
+    has_times = any(machine.layers for machine in cluster.machines)
+    if measured is None or not has_times or not config.model.family.computes:
+        return
+    if measured.model != config.layers_digest():
+        raise ConfigError(
+            f"the layers in {cluster.name} were measured with another model or precision: "
+            f"[measured] model is {measured.model}, that of the job is {config.layers_digest()}; "
+            "measure with this job (dpipe measure), or take [measured] out of the file if the "
+            "times hold for it as well"
+        )
 
 
 def costs_on(
@@ -80,8 +102,12 @@ def costs_on(
 
 def _of_stages(by_machine: Mapping[str, Cost], names: Sequence[str]) -> Cost:
     """Of one replica, whose ranks are on the machines `names`; stages are dealt out in turn."""
+    # What is sent and held does not depend on the machine.
     any_of_them = by_machine[names[0]]
-    costs = [by_machine[names[stage % len(names)]] for stage in range(any_of_them.num_stages)]
+    costs = []
+    for stage in range(any_of_them.num_stages):
+        name = names[stage % len(names)]
+        costs.append(by_machine[name])
     return replace(
         any_of_them,
         forward_us=tuple(cost.forward_us[stage] for stage, cost in enumerate(costs)),
@@ -106,7 +132,8 @@ def slowest(costs: Sequence[Cost]) -> Cost:
 
 def _longest(taken_us: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """By stage, of all replicas."""
-    return tuple(map(max, zip(*taken_us, strict=True)))
+    by_stage = zip(*taken_us, strict=True)
+    return tuple(max(of_stage) for of_stage in by_stage)
 
 
 def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCosts:
@@ -114,7 +141,9 @@ def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCost
     own gflops. Raises `ProfileError` for a machine where some were measured and others were not.
     """
     if not machine.layers:
-        times_faster = (machine.gflops or config.predict.gflops) / config.predict.gflops
+        # Where nothing is known of a machine, it is as fast as the job says of all.
+        gflops = machine.gflops or config.predict.gflops
+        times_faster = gflops / config.predict.gflops
         return replace(
             layers,
             forward_s=tuple(seconds / times_faster for seconds in layers.forward_s),
@@ -127,8 +156,12 @@ def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCost
     forward_s = tuple(layer.forward_ms / 1e3 for layer in measured)
     # Attention cores are not timed apart from their block: by their share of its operations.
     core_s = []
-    for seconds, counted_s, core in zip(forward_s, layers.forward_s, layers.core_s, strict=True):
-        core_s.append(seconds * core / counted_s if counted_s else 0.0)
+    counted = zip(forward_s, layers.forward_s, layers.core_s, strict=True)
+    for seconds, counted_s, counted_core_s in counted:
+        share_s = 0.0
+        if counted_s:
+            share_s = seconds * counted_core_s / counted_s
+        core_s.append(share_s)
     return replace(
         layers,
         forward_s=forward_s,
@@ -154,10 +187,13 @@ def _measured(machine: Machine, kind: str | int, size: int) -> LayerTime:
     step = second.micro_batch_size - first.micro_batch_size
     share = (size - first.micro_batch_size) / step
     backward_ms = _on_line(first.backward_ms, second.backward_ms, share)
-    by = backward_ms / first.backward_ms if first.backward_ms else 1.0
     forward_ms = _on_line(first.forward_ms, second.forward_ms, share)
+    by = 1.0
+    if first.backward_ms:
+        by = backward_ms / first.backward_ms
     # The halves of a split backward pass as they were at the nearest size.
-    return replace(_scaled(first, by, size), forward_ms=forward_ms, backward_ms=backward_ms)
+    halves = _scaled(first, by, size)
+    return replace(halves, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
 def _on_line(first: float, second: float, share: float) -> float:

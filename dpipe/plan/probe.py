@@ -127,14 +127,21 @@ def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs)
+    leaves = []
+    for tensor in inputs:
+        leaf = tensor.detach()
+        leaf.requires_grad_(leaf.is_floating_point())
+        leaves.append(leaf)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(*leaves)
-    for counted_elsewhere in (*leaves, *layer.parameters(), *layer.buffers()):
-        kept.pop(counted_elsewhere.untyped_storage()._cdata, None)
+    counted_elsewhere = [*leaves, *layer.parameters(), *layer.buffers()]
+    for tensor in counted_elsewhere:
+        storage = tensor.untyped_storage()
+        kept.pop(storage._cdata, None)
     # The graph must live until here: the address of a freed storage could be used again.
     del output
     return sum(kept.values())
@@ -183,9 +190,10 @@ def measure(
     streams = streams_of(device)
     for index in range(len(model.layers)):
         last = index == len(model.layers) - 1
+        layer = materialise(model, index, seed, streams.device)
         stage = Stage(
             index,
-            {index: materialise(model, index, seed, streams.device)},
+            {index: layer},
             num_microbatches=1,
             loss=model.loss if last else None,
             precision=precision,

@@ -127,7 +127,13 @@ def _seconds(config: Config, units: int, count: int) -> float:
     """Of `count` exchanges between the ranks of a machine, which send `units` in all."""
     size = config.tensor_parallel.size
     predict = config.predict
-    value_bytes = _FLOAT_BYTES if config.train.precision == "fp32" else _HALF_BYTES
-    u = config.microbatch_size * config.model.context * config.model.width * value_bytes
+    value_bytes = _HALF_BYTES
+    if config.train.precision == "fp32":
+        value_bytes = _FLOAT_BYTES
+    model = config.model
+    tokens = config.microbatch_size * model.context
+    u = tokens * model.width * value_bytes
     bits = units * u * (size - 1) / size * 8
-    return bits / (predict.machine_gbps * 1e9) + count * predict.machine_delay_ms / 1e3
+    sending_s = bits / (predict.machine_gbps * 1e9)
+    delays_s = count * predict.machine_delay_ms / 1e3
+    return sending_s + delays_s

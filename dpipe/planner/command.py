@@ -8,12 +8,16 @@ from pathlib import Path
 from dpipe.config.load import load
 from dpipe.errors import ConfigError
 from dpipe.machines.file import load_machines
+from dpipe.machines.machine import Cluster
 from dpipe.placement.choices import choices_of
 from dpipe.placement.objective import Objective
 from dpipe.placement.problem import PlanProblem
+from dpipe.plan.on_machines import refuse_times_of_other_model
 from dpipe.planner.decide import decide
 from dpipe.planner.plan_file import dump_plan
 from dpipe.planner.text import as_row, as_text
+
+_NAMED = 6
 
 
 def plan_text(
@@ -30,8 +34,14 @@ def plan_text(
     trust_code: bool = False,
 ) -> str:
     """Plan the job in `path` on the machines in `machines`; `write` is where the plan is kept."""
+    read = [Path(path).resolve(), Path(machines).resolve()]
+    if write is not None and Path(write).resolve() in read:
+        raise ConfigError(f"--write {write} would replace what the plan is made from: take another")
     config = load(path, overrides, trust_code=trust_code)
     cluster = load_machines(machines)
+    refuse_times_of_other_model(config, cluster)
+    if max_price is not None or objective == "price":
+        _refuse_unknown_prices(cluster)
     problem = PlanProblem(config, cluster, choices_of(config, formats))
     decided = decide(
         problem, Objective(objective, math.inf if max_price is None else max_price), seed
@@ -40,6 +50,18 @@ def plan_text(
         _write(Path(write), dump_plan(decided.plan))
     row = as_row(decided)
     return json.dumps(row, indent=2) if as_json else as_text(decided, row)
+
+
+def _refuse_unknown_prices(cluster: Cluster) -> None:
+    """One that is not known would count as nothing."""
+    unknown = [machine.name for machine in cluster.machines if machine.price_per_hour is None]
+    if unknown:
+        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        raise ConfigError(
+            f"{cluster.name} does not say what these machines cost: "
+            f"{', '.join(unknown[:_NAMED])}{more}; give each its price_per_hour, 0 where it is "
+            "free, or leave out --max-price and --objective price"
+        )
 
 
 def _write(path: Path, text: str) -> None:

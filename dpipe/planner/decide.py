@@ -77,8 +77,9 @@ def plan_of(problem: PlanProblem, found: Evaluated) -> Plan:
         tuple(names[start : start + shape.stages]) for start in range(0, len(names), shape.stages)
     ]
     step_s = found.step_us / 1e6
-    prices = problem.units(shape.tensor_parallel).price
-    price = price_of(problem, placement, step_s) if prices.any() else None
+    price = None
+    if all(machine.price_per_hour is not None for machine in problem.cluster.machines):
+        price = price_of(problem, placement, step_s)
     return Plan(
         model=problem.config.layers_digest(),
         machines=problem.cluster.name,
@@ -102,13 +103,15 @@ def _settings(found: Evaluated) -> dict[str, dict[str, object]]:
             "schedule": pipeline.schedule,
         },
         "tensor_parallel": {"size": config.tensor_parallel.size},
-        "data_parallel": {
-            "kind": config.data_parallel.kind,
-            "replicas": config.data_parallel.replicas,
-            "wire": config.data_parallel.wire,
-        },
+        "data_parallel": {"replicas": config.data_parallel.replicas},
         "transport": {"connections": found.network.connections},
     }
+    # One replica agrees with nobody: what the job says of it stays.
+    if config.data_parallel.replicas > 1:
+        settings["data_parallel"] |= {
+            "kind": config.data_parallel.kind,
+            "wire": config.data_parallel.wire,
+        }
     if pipeline.schedule == AUTO:
         settings["pipeline"]["programs"] = to_csv(found.schedule).split()
     return settings

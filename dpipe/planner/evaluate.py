@@ -9,17 +9,17 @@ longest, simulated by itself, which costs a fraction of all of them.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
 
 from dpipe.config.load import Config
-from dpipe.machines.seats import network_of
+from dpipe.machines.seats import message_network_of
 from dpipe.memory.fit import held_by_rank, in_run
 from dpipe.memory.layers import Stages
 from dpipe.memory.walk import peak_memory
-from dpipe.network.link import Network
+from dpipe.network.link import Host, Network
 from dpipe.placement.climb import Placed
 from dpipe.placement.estimate import Estimate, estimate
 from dpipe.placement.fleet import Floats, Ints
@@ -29,10 +29,12 @@ from dpipe.plan.forecast import (
     agreeing_share,
     ballots_over,
     evaluation_schedule,
+    mean_step_us,
     replicas_of,
     server_ranks,
     with_exchange,
 )
+from dpipe.plan.on_machines import Placement
 from dpipe.plan.tensor_parallel import at_boundaries
 from dpipe.schedule.generate import AUTO, ONE_F_ONE_B, ZERO_BUBBLE, generate
 from dpipe.schedule.lower import lower
@@ -94,10 +96,12 @@ class Trial:
 
     def _network(self, machines: Ints) -> Network:
         names = self.problem.cluster.names
-        return network_of(
-            self.problem.cluster,
-            [names[machine] for machine in machines],
-        ).over_enough()
+        seats = [names[machine] for machine in machines]
+        network = message_network_of(self.problem.cluster, seats)
+        connections = self.config.transport.connections
+        if connections == "auto":
+            return network.over_enough()
+        return network.over(connections)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -155,8 +159,12 @@ class Trial:
     @cached_property
     def _parameter_bytes(self) -> tuple[int, ...]:
         """By stage."""
-        layers = self.problem.whole_model(self.config).parameter_bytes
-        return tuple(sum(layers[start:end]) for start, end in pairwise(self.placement.ends))
+        whole = self.problem.whole_model(self.config)
+        of_stages = []
+        for start, end in pairwise(self.placement.ends):
+            of_layers = whole.parameter_bytes[start:end]
+            of_stages.append(sum(of_layers))
+        return tuple(of_stages)
 
     @cached_property
     def replicas(self) -> Replicas | None:
@@ -165,6 +173,7 @@ class Trial:
             return None
         has_server = self.config.data_parallel.active_kind.has_server
         shape = self.placement.shape
+        # A simulation takes as long as it has messages, and a plan simulates a dozen placements.
         of_a_part = shape.stages * num_messages(shape.replicas, 1, has_server=has_server)
         most_parts = max(1, _MOST_MESSAGES // of_a_part)
         chunk_bytes = max(
@@ -215,7 +224,13 @@ class Trial:
             replicas=self.replicas,
             ballots=ballots_over(self.config, self.network),
             costs=self.costs,
+            hosts=self._hosts(self.machines.ravel()),
         )
+
+    def _hosts(self, machines: Ints) -> tuple[Host, ...]:
+        names = self.problem.cluster.names
+        seats = [names[machine] for machine in machines]
+        return Placement(self.problem.cluster, seats).hosts
 
     def _lowered(self, schedule: Schedule, *, reduce: bool) -> Schedule:
         return lower(schedule, tied=self.costs[0].tied_bytes > 0, reduce=reduce)
@@ -223,16 +238,21 @@ class Trial:
     # One order for all replicas: what is good for the slowest cannot make another the slowest by
     # much, as they are cut alike.
     @cached_property
-    def _slowest(self) -> tuple[Cost, Network]:
-        """The replica that takes longest, by the estimate, and its own network."""
-        replica = int(np.argmax(self.estimate.replica_s[0]))
-        return self.costs[replica], self._network(self.machines[replica])
+    def _slowest(self) -> tuple[Cost, Network, tuple[Host, ...]]:
+        """The replica that takes longest, by the estimate, its own network, and its hosts."""
+        replica_s = self.estimate.replica_s[0]
+        replica = int(np.argmax(replica_s))
+        machines = self.machines[replica]
+        network = self._network(machines)
+        hosts = self._hosts(machines)
+        return self.costs[replica], network, hosts
 
     def _alone(self, schedule: Schedule) -> Scenario:
         """Of the slowest replica, without the others."""
-        cost, network = self._slowest
+        cost, network, hosts = self._slowest
         ballots = ballots_over(self.config, network)
-        return Scenario(self._lowered(schedule, reduce=False), cost, network, ballots=ballots)
+        lowered = self._lowered(schedule, reduce=False)
+        return Scenario(lowered, cost, network, hosts, ballots=ballots)
 
     @property
     def _agreeing_us(self) -> float:
@@ -262,7 +282,7 @@ class Trial:
 
     def improved(self, known: Evaluated) -> Evaluated:
         """With what schedule "auto" finds for the slowest replica, if that is faster."""
-        cost, network = self._slowest
+        cost, network, _ = self._slowest
         shape = self.placement.shape
         schedule = search(
             shape.stages,
@@ -277,19 +297,23 @@ class Trial:
         if not self.fits(schedule):
             return known
         step_us = period(self._alone(schedule), known.step_us) + self._agreeing_us
-        return min(known, Evaluated(self, schedule, step_us), key=lambda each: each.step_us)
+        if step_us < known.step_us:
+            return Evaluated(self, schedule, step_us)
+        return known
 
     def forecast(self, schedule: Schedule) -> Forecast:
         """As `plan.forecast` has it, on these machines."""
         scenario = self.scenario(schedule)
-        timeline = simulate(
+        a_step = partial(
+            simulate,
             scenario.schedule,
             scenario.cost,
             scenario.network,
-            replicas=scenario.replicas,
+            scenario.hosts,
             ballots=scenario.ballots,
             costs=scenario.costs,
         )
+        timeline = a_step(replicas=scenario.replicas)
         return Forecast(
             split=tuple(np.diff(self.placement.ends).tolist()),
             schedule=scenario.schedule,
@@ -299,7 +323,7 @@ class Trial:
             timeline=timeline,
             replicas=self.replicas,
             agreeing_share=agreeing_share(self.config),
-            step_us=timeline.step_us,
+            step_us=mean_step_us(self.config, timeline, a_step, self.replicas),
             memory=peak_memory(schedule, self.stages) if self.stages else (),
         )
 

@@ -59,19 +59,19 @@ def seat_reports(decided: Decided) -> list[SeatReport]:
     reports = []
     for seat, name in enumerate(names_of(decided.problem, placement)):
         replica, stage = divmod(seat, stages)
-        reports.append(
-            SeatReport(
-                replica=replica,
-                stage=stage,
-                machine=name,
-                layers=int(layers[stage]),
-                computes=float(found.computing_s[0, replica, stage]) / step_s,
-                sends=float(found.sending_s[0, replica, stage]) / step_s,
-                receives=float(found.receiving_s[0, replica, stage]) / step_s,
-                memory=_memory(decided, name, stage),
-                bound=bound[replica][stage],
-            )
+        place = (0, replica, stage)  # of the one candidate
+        report = SeatReport(
+            replica=replica,
+            stage=stage,
+            machine=name,
+            layers=int(layers[stage]),
+            computes=float(found.computing_s[place]) / step_s,
+            sends=float(found.sending_s[place]) / step_s,
+            receives=float(found.receiving_s[place]) / step_s,
+            memory=_memory(decided, name, stage),
+            bound=bound[replica][stage],
         )
+        reports.append(report)
     return reports
 
 
@@ -84,9 +84,12 @@ def _bounds(found: Estimate) -> list[list[str]]:
         "memory": found.waits_s,
         "delay": found.passes_s,
     }
-    longest = np.argmax([bound[0] for bound in bounds.values()], axis=0)
-    names: list[list[str]] = np.array([*bounds])[longest].tolist()
-    return names
+    of_plan = [bound[0] for bound in bounds.values()]
+    # Of bounds that are as long the first is named: compute before a link.
+    longest = np.argmax(of_plan, axis=0)
+    names = np.array(list(bounds))
+    by_seat: list[list[str]] = names[longest].tolist()
+    return by_seat
 
 
 def _memory(decided: Decided, name: str, stage: int) -> float:
@@ -106,26 +109,34 @@ def what_ifs(decided: Decided) -> list[WhatIf]:
 
 def _faster_links(decided: Decided) -> Iterator[WhatIf]:
     """Each link between stages, in both directions; the best few."""
+    placement = decided.best.placement
+    units = decided.problem.units(placement.shape.tensor_parallel)
+    gains = []
+    for replica in placement.seats:
+        for here, there in pairwise(replica.tolist()):
+            if units.gbps[here, there] < _FASTER_GBPS:
+                gains.append(_faster_link(decided, here, there))
+    gains.sort(key=lambda each: -each.gain)
+    yield from gains[:_LINKS]
+
+
+def _faster_link(decided: Decided, here: int, there: int) -> WhatIf:
     problem = decided.problem
     placement = decided.best.placement
     size = placement.shape.tensor_parallel
     units = problem.units(size)
+    gbps = units.gbps.copy()
+    gbps[here, there] = _FASTER_GBPS
+    gbps[there, here] = _FASTER_GBPS
+    # An egress that is as fast as the fastest link would hide what the faster one brings.
+    fastest_gbps = gbps.max(axis=1, where=gbps > 0, initial=0)
+    egress_gbps = np.maximum(units.egress_gbps, fastest_gbps)
+    faster = replace(units, gbps=gbps, egress_gbps=egress_gbps)
+    after_s = _step_s(problem.with_units(size, faster), placement)
     names = problem.cluster.names
-    gains = []
-    for replica in placement.seats:
-        for here, there in pairwise(replica.tolist()):
-            if units.gbps[here, there] >= _FASTER_GBPS:
-                continue
-            gbps = units.gbps.copy()
-            gbps[here, there] = gbps[there, here] = _FASTER_GBPS
-            egress_gbps = np.maximum(units.egress_gbps, gbps.max(axis=1, where=gbps > 0, initial=0))
-            faster = replace(units, gbps=gbps, egress_gbps=egress_gbps)
-            after = _step_s(problem.with_units(size, faster), placement)
-            ends = sorted(names[units.machine[unit]] for unit in (here, there))
-            change = f"{_FASTER_GBPS:g} Gbit/s on link {ends[0]} - {ends[1]}"
-            gains.append(_gain(decided, change, after))
-    gains.sort(key=lambda each: -each.gain)
-    yield from gains[:_LINKS]
+    first, second = sorted(names[units.machine[unit]] for unit in (here, there))
+    change = f"{_FASTER_GBPS:g} Gbit/s on link {first} - {second}"
+    return _gain(decided, change, after_s)
 
 
 def _smaller_formats(decided: Decided) -> Iterator[WhatIf]:
@@ -134,13 +145,15 @@ def _smaller_formats(decided: Decided) -> Iterator[WhatIf]:
     """
     placement = decided.best.placement
     shape = placement.shape
+    # What the job states is the user's decision, and one stage sends nothing.
+    stated = "wire" in decided.problem.config.pipeline.model_fields_set
+    if stated or shape.stages == 1:
+        return
+    now_bytes = wire_bytes(shape.forward_wires[0], _MUCH)
     for name in ("bf16", "int8"):
+        if wire_bytes(name, _MUCH) >= now_bytes:
+            continue
         hops = (name,) * (shape.stages - 1)
-        now = shape.forward_wires[:1] or ("none",)
-        if wire_bytes(name, _MUCH) >= wire_bytes(now[0], _MUCH) or not hops:
-            continue
-        if "wire" in decided.problem.config.pipeline.model_fields_set:
-            continue
         smaller = replace(shape, forward_wires=hops, backward_wires=hops)
         after = _step_s(decided.problem, replace(placement, shape=smaller))
         yield _gain(decided, f"--formats none,{name} ({name} between stages)", after)
@@ -152,9 +165,13 @@ def _one_more(decided: Decided) -> Iterator[WhatIf]:
     shape = decided.best.placement.shape
     times = problem.times(shape)
     units = problem.units(shape.tensor_parallel)
-    takes_s = (times.forward + times.backward)[units.kind, -1]
-    model = problem.cluster.machines[units.machine[int(np.argmin(takes_s))]]
-    larger = replace(problem, cluster=_with_one_more(problem.cluster, model), _known={})
+    layers_s = times.forward + times.backward
+    whole_s = layers_s[units.kind, -1]
+    fastest = units.machine[np.argmin(whole_s)]
+    model = problem.cluster.machines[fastest]
+    # What is remembered of the cluster as it was has arrays that are too short.
+    cluster = _with_one_more(problem.cluster, model)
+    larger = replace(problem, cluster=cluster, _known={})
     best_s = float(decided.best.trial.estimate.step_s[0])
     for start in _starts(larger, decided):
         climb = Climb(larger, decided.objective, start, seed=0)
@@ -185,14 +202,16 @@ def _extended(larger: PlanProblem, decided: Decided, otherwise: Placed) -> Place
     new = np.arange(len(placement.order), num_units)
     if not len(new):
         return otherwise
-    order = np.concatenate([placement.order, new])
-    return best_of(larger, placement.shape, decided.objective, order[None], placement.ends[None])
+    orders = np.concatenate([placement.order, new])[None]
+    ends = placement.ends[None]
+    return best_of(larger, placement.shape, decided.objective, orders, ends)
 
 
 def _with_one_more(cluster: Cluster, model: Machine) -> Cluster:
     """Behind all others, with the links of `model`, and between the two the best of these."""
     name = f"another {model.name}"[:100]
     links = dict(cluster.links)
+    # A link to itself is loopback, which says nothing of the way to another machine.
     own = []
     for (source, target), link in cluster.links.items():
         if source == model.name and target != model.name:
@@ -209,7 +228,9 @@ def _with_one_more(cluster: Cluster, model: Machine) -> Cluster:
 
 
 def _step_s(problem: PlanProblem, placement: Placed) -> float:
-    found = estimate(problem, placement.shape, placement.seats[None], placement.ends[None])
+    seats = placement.seats[None]
+    ends = placement.ends[None]
+    found = estimate(problem, placement.shape, seats, ends)
     return float(found.step_s[0])
 
 

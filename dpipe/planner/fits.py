@@ -12,6 +12,8 @@ from dpipe.planner.plan_file import Plan, load_plan
 from dpipe.toml import to_toml
 
 _NAMED = 6
+# What a job may state of `split` and `connections`, and a plan decides all the same.
+_LEFT_OPEN = ("auto", "estimated", "measured")
 
 
 def planned(
@@ -50,6 +52,8 @@ def refuse_other_job(plan: Plan, config: Config, where: str = "the plan") -> Non
             own = getattr(stated, key, None)
             # A file has lists where a configuration has tuples.
             own = list(own) if isinstance(own, tuple) else own
+            if own in _LEFT_OPEN:
+                continue
             if key in stated.model_fields_set and own != value:
                 text = "left out" if own is None else to_toml(own)
                 differences.append(f"{section}.{key} is {text}, planned {to_toml(value)}")

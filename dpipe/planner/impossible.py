@@ -29,18 +29,30 @@ def why_nothing_fits(problem: PlanProblem, objective: Objective) -> str:
 def _without_limits_of_memory(problem: PlanProblem) -> PlanProblem:
     cluster = problem.cluster
     machines = tuple(replace(machine, memory_gb=None) for machine in cluster.machines)
-    return replace(problem, cluster=replace(cluster, machines=machines), _known={})
+    cluster = replace(cluster, machines=machines)
+    config = problem.config.with_(pipeline__memory_gb=None)
+    return replace(problem, config=config, cluster=cluster, _known={})
 
 
 def _too_little_memory(problem: PlanProblem) -> str:
+    least = (
+        f"no machines hold the model: the smallest stage there can be, one layer with one "
+        f"micro-batch under way, takes {leanest_bytes(problem) / 1e9:.3f} GB"
+    )
     machines = problem.cluster.machines
     limited = [machine for machine in machines if machine.memory_gb is not None]
-    largest = max(limited, key=lambda machine: machine.memory_gb or 0.0)
+    allowed_gb = problem.config.pipeline.memory_gb
+    largest = max(limited, key=lambda machine: machine.memory_gb or 0.0, default=None)
+    largest_gb = None if largest is None else largest.memory_gb
+    if allowed_gb is not None and allowed_gb <= (largest_gb or math.inf):
+        return (
+            f"{least}, and pipeline.memory_gb lets a rank hold {allowed_gb:g} GB; raise it, give "
+            "more machines, or a smaller model"
+        )
+    assert largest is not None, "nothing else limits memory"
     return (
-        f"no machines hold the model: the smallest stage there can be, one layer with one "
-        f"micro-batch under way, takes {leanest_bytes(problem) / 1e9:.3f} GB, and of "
-        f"{len(machines)} machines the largest, {largest.name}, has {largest.memory_gb:g} GB; give "
-        "more machines or larger ones, or a smaller model"
+        f"{least}, and of {len(machines)} machines the largest, {largest.name}, has "
+        f"{largest_gb:g} GB; give more machines or larger ones, or a smaller model"
     )
 
 

@@ -21,12 +21,15 @@ def as_row(decided: Decided) -> dict[str, Any]:
     plan = decided.plan
     shape = best.placement.shape
     assert best.forecast is not None
+    hourly = None
+    if plan.price_per_million_tokens is not None:
+        hourly = price_per_hour(decided.problem, best.placement)
     summary = summarise(best.forecast.timeline, best.forecast.schedule)
     return {
         "step_s": plan.step_s,
         "estimated_step_s": float(best.trial.estimate.step_s[0]),
         "bubble": summary.mean_bubble,
-        "price_per_hour": price_per_hour(decided.problem, best.placement),
+        "price_per_hour": hourly,
         "price_per_million_tokens": plan.price_per_million_tokens,
         "stages": shape.stages,
         "replicas": [list(names) for names in plan.replicas],

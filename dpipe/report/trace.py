@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, ScheduleError
+from dpipe.machines.seats import Seats
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import assumed_network
 from dpipe.report.processor_time import (
@@ -69,6 +70,7 @@ class TraceInputs:
     headers: bool = False  # whether the network's rates include packet headers
     tensor_size: int = 1  # ranks of a tensor-parallel group: one rank of the schedule
     waits_for_verdict: bool = False  # whether no rank steps before all have voted
+    seats: Seats = ()  # where `network` is a file of machines; empty: in its order
 
     @property
     def ballots(self) -> Network | None:
@@ -88,6 +90,7 @@ class TraceInputs:
             self.connections,
             headers=self.headers,
             devices_per_seat=self.tensor_size,
+            seats=self.seats,
         )
 
     @property
@@ -160,6 +163,7 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
         "headers": inputs.headers,
         "tensor_size": inputs.tensor_size,
         "waits_for_verdict": inputs.waits_for_verdict,
+        "seats": list(inputs.seats),
         "hosts": [[host.ranks, host.cores, host.threads] for host in inputs.hosts],
         "replicas": None if inputs.replicas is None else _as_table(inputs.replicas),
     }
@@ -212,6 +216,7 @@ def _inputs(table: PlanTable, path: Path) -> TraceInputs:
             headers=table.headers,
             tensor_size=table.tensor_size,
             waits_for_verdict=table.waits_for_verdict,
+            seats=table.seats,
         )
 
 

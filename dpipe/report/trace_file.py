@@ -62,6 +62,7 @@ class PlanTable(BaseModel):
     headers: bool
     tensor_size: AtLeast1 = 1
     waits_for_verdict: bool = False
+    seats: Annotated[tuple[Text, ...], Field(max_length=MAX_RANKS)] = ()
 
     @property
     def num_replicas(self) -> int:

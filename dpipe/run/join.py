@@ -14,7 +14,7 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
-from dpipe.plan.assumed_network import assumed_network, connections_of
+from dpipe.plan.assumed_network import configured_network, connections_of
 from dpipe.processes.environment import ProcessInfo
 from dpipe.store.run_folder import keep_upload
 from dpipe.streams import Streams
@@ -101,7 +101,7 @@ def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
     """`links`, slowed to the network of `transport.shape`, if that is set."""
     if config.transport.shape is None:
         return links
-    network = assumed_network(config.transport.shape, config.transport.connections)
+    network = configured_network(config, config.transport.shape)
     network = network.shared_by(config.ranks_per_machine)
     return ShapedTransport(
         links, network, transfer_timeout_s=config.timeouts.transfer, streams=streams

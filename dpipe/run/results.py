@@ -101,6 +101,7 @@ def _save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path)
         headers=config.counts_headers,
         tensor_size=config.tensor_parallel.size,
         waits_for_verdict=config.train.waits_for_verdict,
+        seats=config.predict.seats,
     )
     save_inputs(folder / "trace", inputs)
 

@@ -84,6 +84,7 @@ def _with_gradients_completed(schedule: Schedule, *, reduce: bool) -> Schedule:
     for stage in range(schedule.num_stages):
         complete = Action(stage, Op.COMPLETE)
         exchange = Action(stage, Op.REDUCE_GRAD)
+        # There is no exchange that could run beside other work.
         if not reduce:
             completed_last.append(complete)
         elif stage in ends:

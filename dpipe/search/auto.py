@@ -147,6 +147,7 @@ def _fastest(schedules: Sequence[Schedule], step_us: StepTime) -> Schedule:
     least: tuple[float, int] = (math.inf, 0)
     for schedule in schedules:
         least_us, _ = least
+        # Half a microsecond more, because rounded it may be an equal that holds less.
         found_us = step_us(schedule, least_us + 0.5)
         if math.isinf(found_us):
             continue

@@ -161,6 +161,7 @@ class _Bound:
         forward, made, _ = self._durations_of(stage)
         earliest = []
         for number in self._microbatches:
+            # One rank has made so many forwards, and the input gradients of all before this one.
             before = (number + 1) * forward + number * made
             earliest.append(first + before)
         return earliest
@@ -229,6 +230,7 @@ class _Bound:
         tails = []
         for number in self._microbatches:
             behind = last - number
+            # What is left of this micro-batch, and all of each that comes behind it.
             own = (behind + 1) * left + behind * again
             tails.append(own + end_us)
         return tails

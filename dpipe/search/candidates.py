@@ -155,6 +155,8 @@ def rules(pipeline: Pipeline, limits: tuple[int, ...]) -> Iterator[Rule]:
     halves_us = map(add, made_us, weight_us)
     is_cheaper_whole = any(map(lt, whole_us, halves_us))
     splits_choices = (True, False) if is_cheaper_whole else (True,)
+    # Listed: each depth goes through all of them. Where all hops are alike the two shares make
+    # the same rules, which `seen` leaves out.
     variants = list(product((by_distance, by_time), (False, True), splits_choices))
     seen = set()
     for first in _growing(pipeline.num_stages, pipeline.num_stages * num_microbatches):

@@ -122,6 +122,7 @@ class Pipeline:
         num_bits = num_bytes * 8
         delay_us = network.delay_us(source, target, num_bytes)
         rate_gbps = network.rate_gbps(source, target)
+        # Between ranks of one machine no interface is in the way.
         if not inside:
             egress_gbps = network.egress_gbps(source)
             rate_gbps = min(rate_gbps, egress_gbps)

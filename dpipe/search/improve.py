@@ -48,6 +48,7 @@ class Move:
         return (*first, moved, *passed, *rest)
 
     def applied(self, programs: Programs) -> Programs:
+        # The others' programs stay the same objects: an order costs the memory of one program.
         others_before = programs[: self.rank]
         program = self(programs[self.rank])
         others_behind = programs[self.rank + 1 :]

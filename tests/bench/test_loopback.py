@@ -28,6 +28,6 @@ def test_core_time_is_that_of_one_end() -> None:
 
 def test_measured_rate_is_possible_for_a_socket() -> None:
     machine = measure_loopback("tcp x1", pause_s=0.001)
-    assert 0 < machine.link.delay_ms < 1_000
+    assert 0 <= machine.link.delay_ms < 1_000  # what the two ends' work leaves of a message's time
     assert 0.1 < machine.link.bandwidth_gbps < 1_000
     assert machine.message_us > 0

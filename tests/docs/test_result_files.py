@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import pytest
 from pages import DOCS, README, ROOT, text_of
@@ -149,3 +150,21 @@ def test_what_wire_formats_cost_in_loss(name: str, where: str) -> None:
 def percent(loss: float, of: float) -> str:
     text = f"{(loss / of - 1) * 100:+.2f} %"
     return "0.00 %" if float(text.split()[0]) == 0 else text
+
+
+def real_compute() -> list[list[str]]:
+    lines = lines_of("real_compute")
+    rows = []
+    for name in dict.fromkeys(line["name"] for line in lines):
+        own = [line for line in lines if line["name"] == name]
+        parts = [median(line["parts_ms"][part] for line in own) for part in own[0]["parts_ms"]]
+        measured_ms = median(line["measured_ms"] for line in own)
+        ratios = [line["ratio"] for line in own]
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append([name, *(f"{ms:.1f}" for ms in [*parts, measured_ms]), spread])
+    return rows
+
+
+def test_real_compute_on_two_cores() -> None:
+    assert len(real_compute()) == 5
+    assert table("Real compute on two cores") == real_compute()

@@ -7,11 +7,9 @@ import pytest
 from dpipe.errors import ProfileError
 from dpipe.machines.machine import Cluster, LayerTime, Machine
 from dpipe.machines.seats import (
-    StageTime,
     hosts_of,
     network_of,
     seats_in_order,
-    stage_time,
 )
 from dpipe.network.link import LOOPBACK, Host, Interface, Link
 
@@ -81,10 +79,3 @@ def test_seat_that_is_not_there_is_refused(of) -> None:
         ProfileError, match=r"'slow' holds 1 ranks \(devices = 1\), but 2 are placed on it"
     ):
         of(CLUSTER, ("slow", "slow"))
-
-
-def test_stage_takes_the_sum_of_its_layers() -> None:
-    kinds = ["embedding", "block", "block"]
-    assert stage_time(FAST, kinds, 1) == StageTime(21e3, 42e3, 25e3, 17e3)
-    with pytest.raises(ProfileError, match="machine 'slow' says nothing of layer 'embedding'"):
-        stage_time(SLOW, kinds, 1)

@@ -13,7 +13,7 @@ from support.settled import settled
 
 from dpipe.machines.file import load_machines
 from dpipe.machines.machine import Cluster
-from dpipe.network.link import Link
+from dpipe.network.link import PAYLOAD_SHARE, Link
 from netem import lab as labs
 from netem.lab import Lab
 
@@ -51,11 +51,12 @@ delay_ms = 10
 bandwidth_gbps = 0.04
 jitter_ms = 2
 """
+# The profile's rates are of packets with their headers, those that are measured of messages.
 LINKS = {
-    ("a", "b"): Link(5, 0.1),
-    ("b", "a"): Link(5, 0.02),
-    ("a", "c"): Link(40, 0.05),
-    ("c", "a"): Link(40, 0.05),
+    ("a", "b"): Link(5, 0.1 * PAYLOAD_SHARE),
+    ("b", "a"): Link(5, 0.02 * PAYLOAD_SHARE),
+    ("a", "c"): Link(40, 0.05 * PAYLOAD_SHARE),
+    ("c", "a"): Link(40, 0.05 * PAYLOAD_SHARE),
 }
 
 

@@ -47,9 +47,9 @@ def test_rate_that_only_grew_was_not_found() -> None:
     assert not meter(1, 2, 4, 8, 16, 17, 16).is_rising()
 
 
-def test_rates_are_those_of_an_interface() -> None:
-    """Headers of packets are counted, as in the profile of a network."""
-    assert gbps(1448 / 1514 * 1e9 / 8) == pytest.approx(1.0)
+def test_rates_are_those_of_messages() -> None:
+    """Without the headers of packets, which no reader of a file of machines takes off."""
+    assert gbps(1e9 / 8) == pytest.approx(1.0)
 
 
 @pytest.fixture

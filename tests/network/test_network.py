@@ -285,3 +285,18 @@ def test_interfaces_are_not_shared_out():
     network = Network(interfaces=(Interface((0, 1)),))
     with pytest.raises(ProfileError, match="interfaces of their own rate; it cannot be shared out"):
         network.shared_by(2)
+
+
+@pytest.mark.parametrize("loss_percent", [0.01, 1, 20, 99])
+@pytest.mark.parametrize("delay_ms", [0, 1, 50])
+def test_rate_of_messages_contains_the_loss(loss_percent: float, delay_ms: float) -> None:
+    """It was measured in spite of the loss, which must not come off it once more."""
+    link = Link(delay_ms, 2, loss_percent=loss_percent).with_rate_of_messages()
+    assert link.rate_gbps(link.connections) == pytest.approx(2)
+    assert 0 < link.loss_percent <= loss_percent
+
+
+def test_loss_that_lets_a_link_be_full_stays() -> None:
+    link = Link(15, 0.1, loss_percent=0.01)
+    assert link.with_rate_of_messages() == link
+    assert Link(15, 10).with_rate_of_messages() == Link(15, 10)

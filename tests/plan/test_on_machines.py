@@ -9,7 +9,7 @@ from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError, ProfileError
 from dpipe.machines.machine import LayerTime, Machine
 from dpipe.network.link import Host, Link, Network
-from dpipe.plan.assumed_network import assumed_network
+from dpipe.plan.assumed_network import assumed_network, connections_of
 from dpipe.plan.costs import transformer_costs
 from dpipe.plan.forecast import forecast
 from dpipe.plan.on_machines import layers_on, placement_of
@@ -141,3 +141,55 @@ def test_prediction_says_whose_machines_they_are(tmp_path: Path) -> None:
     override = f"predict.machines={tmp_path / 'm.toml'}"
     text = forecast_text(str(tmp_path / "job.toml"), (override,), None, as_json=False)
     assert f"on the machines of {tmp_path / 'm.toml'}" in text
+
+
+LOSSY = """
+[[machine]]
+name = "a"
+[[machine]]
+name = "b"
+[[link]]
+from = "a"
+to = "b"
+delay_ms = 20
+bandwidth_gbps = 1
+loss_percent = 5
+"""
+
+
+def test_measured_rate_of_a_lossy_link_is_not_lowered_by_its_loss(tmp_path: Path) -> None:
+    path = tmp_path / "lossy.toml"
+    path.write_text(LOSSY)
+    network = assumed_network(str(path), "auto")
+    assert network.rate_gbps(0, 1) == pytest.approx(1)
+    assert network.over(1).rate_gbps(0, 1) < 0.1
+    assert network.delay_us(0, 1, 10**6) > 20e3
+
+
+def test_connections_are_those_of_the_machines_that_the_ranks_sit_on(job) -> None:
+    far = EVEN.replace("delay_ms = 1\n", "delay_ms = 0.1\n") + "".join(
+        f'[[machine]]\nname = "{name}"\n' for name in "abc"
+    )
+    far += '[[link]]\nfrom = "a"\nto = "b"\ndelay_ms = 200\nbandwidth_gbps = 1\n'
+    config = job(far).with_(transport__connections="auto")
+    moved = config.with_(predict__seats=("b", "c"))
+    assert connections_of(config) == forecast(config).network.connections > 1
+    assert connections_of(moved) == forecast(moved).network.connections == 1
+
+
+MEASURED = '[measured]\nat = "2026-11-23T12:00:00Z"\nmodel = "{}"\n'
+TIMES = "".join(
+    f'[[machine.layer]]\nkind = "{kind}"\nmicro_batch_size = 2\nforward_ms = 1\nbackward_ms = 2\n'
+    for kind in ("embedding", "block", "head")
+)
+
+
+def test_times_of_another_model_are_refused(job) -> None:
+    machines = FOUR.replace('name = "a"\n', f'name = "a"\n{TIMES}')
+    digest = job(machines).layers_digest()
+    with pytest.raises(ConfigError, match="were measured with another model or precision: .* 5f84"):
+        forecast(job(MEASURED.format("5f84501") + machines))
+    same = forecast(job(MEASURED.format(digest) + machines))
+    assert same.step_us == forecast(job(machines)).step_us
+    # Links and memory are those of the machines, whatever they were measured with.
+    forecast(job(MEASURED.format("5f84501") + FOUR))

@@ -15,6 +15,7 @@ NEAR = Link(delay_ms=0.5, bandwidth_gbps=10)
 def job(num_layers: int = 6, batch_size: int = 8, **sections: dict[str, object]) -> Config:
     """A small GPT; `sections` are stated as in its file."""
     model = {"num_layers": num_layers, "width": 64, "num_heads": 4, "vocab_size": 256}
+    model |= sections.pop("model", {})  # type: ignore[arg-type]
     train = {"batch_size": batch_size} | sections.pop("train", {})
     return build({"model": model, "train": train, **sections})
 

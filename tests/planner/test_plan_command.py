@@ -1,6 +1,7 @@
 """`dpipe plan`, from files to what it prints and writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from planner.fleets import machines
 
 from dpipe.cli.main import main
 from dpipe.machines.file import dump_machines
+from dpipe.machines.machine import KINDS, LayerTime, Measurement
 from dpipe.planner.plan_file import load_plan
 
 JOB = """\
@@ -110,6 +112,47 @@ def test_budget_that_buys_nothing_is_refused(folder: Path) -> None:
     assert "cost 0.5 an hour, and --max-price is 0.1" in done.output
 
 
+@pytest.mark.parametrize("asked", [("--max-price", "1"), ("--objective", "price")])
+def test_price_that_is_not_known_is_not_taken_for_nothing(
+    folder: Path, asked: tuple[str, str]
+) -> None:
+    path = folder / "machines.toml"
+    path.write_text(path.read_text().replace("price_per_hour = 0.5\n", "", 2))
+
+    done = plan(*asked)
+
+    assert done.exit_code == 2
+    assert "does not say what these machines cost: m0, m1; give" in done.output
+    assert "million tokens" not in plan().output
+    assert json.loads(plan("--json").output)["price_per_hour"] is None
+
+
+def test_limit_of_a_rank_is_kept_to(folder: Path) -> None:
+    """What a run would refuse is no plan."""
+    done = plan("-o", "pipeline.memory_gb=0.000001")
+
+    assert done.exit_code == 2
+    assert "pipeline.memory_gb lets a rank hold 1e-06 GB; raise it" in done.output
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ("data_parallel.kind=all-reduce", "data_parallel.wire=bf16", "pipeline.stages=4"),
+        ("pipeline.split=estimated", "transport.connections=auto"),
+        ("transport.connections=3",),
+    ],
+)
+def test_job_that_was_planned_takes_its_plan(folder: Path, stated: tuple[str, ...]) -> None:
+    """Also where the plan has one replica, or decides what the job states as open."""
+    more = [word for each in stated for word in ("-o", each)]
+    assert plan("--write", "plan.toml", *more).exit_code == 0
+
+    done = run("simulate", "job.toml", "--plan", "plan.toml", "--machines", "machines.toml", *more)
+
+    assert done.exit_code == 0, done.output
+
+
 def test_machines_too_small_for_any_stage_are_refused(folder: Path) -> None:
     small = machines(4, memory_gb=1e-5)
     (folder / "machines.toml").write_text(dump_machines(small))
@@ -118,6 +161,23 @@ def test_machines_too_small_for_any_stage_are_refused(folder: Path) -> None:
 
     assert done.exit_code == 2
     assert "no machines hold the model: the smallest stage" in done.output
+    assert not (folder / "plan.toml").exists()
+
+
+def test_times_of_another_model_are_refused(folder: Path) -> None:
+    """By `plan`, which would place layers by them, and by a run that takes the file."""
+    layers = [LayerTime(kind, 1, 1, 2) for kind in KINDS]
+    every = [replace(machine, layers=tuple(layers)) for machine in machines(2).machines]
+    measured = Measurement("2026-11-23T12:00:00Z", "5f84501")
+    other = replace(machines(2), machines=tuple(every), measured=measured)
+    (folder / "machines.toml").write_text(dump_machines(other))
+
+    done = plan("--write", "plan.toml")
+    launched = run("launch", "job.toml", "--machines", "machines.toml", "-o", "pipeline.stages=2")
+
+    assert done.exit_code == launched.exit_code == 2
+    assert "were measured with another model or precision" in done.output
+    assert "were measured with another model or precision" in launched.output
     assert not (folder / "plan.toml").exists()
 
 
@@ -186,6 +246,21 @@ def test_format_that_is_unknown_is_refused(folder: Path) -> None:
 
     assert done.exit_code == 2
     assert "int9" in done.output
+
+
+@pytest.mark.parametrize("path", ["job.toml", "./machines.toml"])
+def test_plan_does_not_replace_what_it_is_made_from(folder: Path, path: str) -> None:
+    before = (folder / path).read_text()
+
+    done = plan("--write", path)
+
+    assert done.exit_code == 2
+    assert "would replace what the plan is made from" in done.output
+    assert (folder / path).read_text() == before
+
+
+def test_seed_below_zero_is_refused(folder: Path) -> None:
+    assert "--seed" in plan("--seed", "-1").output
 
 
 def test_plan_that_cannot_be_written_is_refused(folder: Path) -> None:

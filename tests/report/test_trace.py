@@ -68,6 +68,7 @@ def test_spans_survive_the_upload() -> None:
         *(INPUTS, CROWDED, REPLICATED, PARAMETER_SERVER, STALE),
         replace(INPUTS, tensor_size=2),
         replace(INPUTS, waits_for_verdict=True),
+        replace(INPUTS, seats=("b", "a")),
     ],
 )
 def test_inputs_survive_their_file(inputs: TraceInputs, tmp_path: Path) -> None:
@@ -100,6 +101,18 @@ def test_vote_crosses_the_network_unless_the_transport_imitates_it(
     ballots = replace(far, waits_for_verdict=True).ballots
     assert ballots is not None
     assert ballots.link(0, 1).delay_ms == delay_ms
+
+
+def test_ranks_are_predicted_on_the_machines_that_the_plan_placed_them_on(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(
+        "[default_link]\ndelay_ms = 1\nbandwidth_gbps = 1\n"
+        + "".join(f'[[machine]]\nname = "{name}"\n' for name in "abc")
+        + '[[link]]\nfrom = "a"\nto = "c"\ndelay_ms = 50\nbandwidth_gbps = 1\n'
+    )
+    in_order = replace(INPUTS, network=str(tmp_path / "m.toml"))
+    placed = replace(in_order, seats=("c", "a"))
+    assert in_order.assumed_network.link(0, 1).delay_ms == 1
+    assert placed.assumed_network.link(0, 1).delay_ms == 50
 
 
 @pytest.fixture
