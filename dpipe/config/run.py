@@ -171,9 +171,10 @@ class TimeoutsConfig(Section):
     """Seconds to wait for a tensor, or for the other ranks during the run."""
 
     heartbeat: Seconds = 40.0
-    """Seconds without a sign of life after which a rank counts as lost, and in which a broken link
-    ("tcp") can be dialled again. The default outlasts the live migration of a virtual machine. A
-    process that has ended is noticed at once."""
+    """Seconds without a sign of life after which a rank counts as lost, and in which a broken
+    connection can be dialled again. The default outlasts the live migration of a virtual machine.
+    A process that has ended is noticed within a second or so; one without an address in an eighth
+    of this."""
 
 
 class PredictConfig(Section):

@@ -21,7 +21,7 @@ SHARE_BYTES = 1 << 20  # of any other part; a ballot is one
 OPEN_GATHERS = 4096
 OPEN_BYTES = 32 << 20
 WHOLE_BYTES = 448 << 20  # of all parts of one gather
-UNREAD_MESSAGES = 10_000  # that wait for a rank to read them
+UNREAD_MESSAGES = 10_000  # that wait for a rank to read or acknowledge them
 REASON_CHARACTERS = 16 << 10
 
 _ENVELOPE = 4 << 10  # for names and lengths around a payload

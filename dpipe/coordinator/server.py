@@ -43,7 +43,8 @@ from dpipe.wire.v1.transport_pb2 import Greeting
 LOG = logging.getLogger("dpipe")
 _NO_SECURITY = Security()
 _WATCHES = 64  # looks at each stream in `heartbeat_s`
-_LOOK_S = 0.1  # between looks for a rank whose stream broke, and for each
+_LOOK_S = 0.1  # between looks for a rank whose stream broke
+_KNOCK_S = 2.0  # for its host to answer one: half a second and more away, behind a busy link
 _LAST_WORD_S = 1.0  # for a rank to take what it was told last
 _STRANGERS = 16  # streams at once beyond one a rank; each holds a thread
 _STOP_S = 2.0  # for streams that are still open, and for each thread
@@ -92,12 +93,13 @@ class CoordinatorServer:
         )
         service, _, method = METHOD.removeprefix("/").partition("/")
         handlers = [grpc.method_handlers_generic_handler(service, {method: handler})]
+        self._most_guests = world_size + _STRANGERS
         self._server, self.port = serve(
             handlers,
             bind,
             port,
             security,
-            max_workers=world_size + _STRANGERS,
+            max_workers=self._most_guests,
             silence_s=heartbeat_s,
         )
         # Behind `serve`: where that cannot bind, there is no thread to end.
@@ -157,6 +159,8 @@ class CoordinatorServer:
                 guest = self._guest_of(hello.from_rank, secret)
                 state = guest.detach(hello.received)
             else:
+                if self._is_crowded():
+                    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
                 guest = self._new_guest(hello.from_rank, context.peer())
                 state = Greeting(secret=guest.line.session.secret)
         except DpipeError as refusal:
@@ -169,6 +173,13 @@ class CoordinatorServer:
         state.hello.CopyFrom(hello)
         yield state.SerializeToString()
         yield from stream.outgoing()
+
+    def _is_crowded(self) -> bool:
+        """Whether no session may begin now: one whose stream broke is kept a while, with its
+        threads, also a stranger's.
+        """
+        with self._lock:
+            return len(self._guests) >= self._most_guests
 
     def _new_guest(self, rank: int, peer: str) -> "_Guest":
         guest = _Guest(rank, peer, self._heartbeat_s)
@@ -219,6 +230,8 @@ class CoordinatorServer:
             patience_s = GONE_S if guest.address else session.silence_s
             if gone and time.monotonic() - broke_at > patience_s:
                 session.close(f"{session.why}, and nothing listens there any more")
+        if self._stopped.is_set():  # one that began while `close` ended the others
+            session.close("the coordinator has stopped")
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -324,9 +337,12 @@ class _Guest:
         return TO_COORDINATOR[kind]
 
     def refuse_deaf(self) -> None:
-        """Raises `DecodeError` where it asks on and on, and reads no answer."""
-        if self.line.num_unsent > UNREAD_MESSAGES:
-            raise DecodeError(f"more, with {self.line.num_unsent} answers that it has not read")
+        """Raises `DecodeError` where it asks on and on, and reads no answer, or acknowledges none:
+        those are kept, to be sent again.
+        """
+        num_unread = self.line.num_unsent + self.line.session.num_kept
+        if num_unread > UNREAD_MESSAGES:
+            raise DecodeError(f"more, with {num_unread} answers that it has not read")
 
     def listen(self) -> Iterator[bytes]:
         """The frames, each noted as a sign of life, so that a long upload is one too."""
@@ -353,7 +369,7 @@ def _is_refused(address: str) -> bool:
     """Whether a host answers at once that nobody listens there."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _LOOK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, OverflowError):

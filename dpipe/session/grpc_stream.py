@@ -8,7 +8,7 @@ own under each stream: one that breaks, or is held back, concerns no other.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import Condition, Timer
 from typing import Any
 
@@ -30,10 +30,11 @@ _REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-# The most in a message: one that a connection has not brought whole is lost with it. gRPC takes
-# 4 MiB; each message of tensors costs, so that theirs are large.
+# The most in a message: one that a connection has not brought whole is lost with it, and is no
+# sign of life, so that a slow path would seem silent. Each costs, so that those of tensors are
+# larger: half a MiB of one, and what stands before it.
 _MESSAGE_BYTES = 64 << 10
-_BULK_BYTES = 2 << 20
+_BULK_BYTES = (512 << 10) + (4 << 10)
 _LINGER_S = 0.5  # for the last message to leave, before the stream is cancelled
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 
@@ -80,11 +81,8 @@ class GrpcStream(Stream):
             yield message
 
     def write(self, *parts: bytes | memoryview) -> None:
-        whole = b"".join(parts)
-        if len(whole) <= self._most_bytes:
-            return self._put(whole)
-        for start in range(0, len(whole), self._most_bytes):
-            self._put(whole[start : start + self._most_bytes])
+        for message in _cut(parts, self._most_bytes):
+            self._put(message)
 
     def can_write(self) -> bool:
         return self._message is None
@@ -131,9 +129,12 @@ class GrpcStream(Stream):
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            lingers = self._linger is not None and self._linger.is_alive()
-        if not lingers:
-            self.give_up()
+            # `give_up` closes what is `_closed`, and says that it is over before it looks.
+            if self._linger is not None and not self._over:
+                return
+        if self._linger is not None:
+            self._linger.cancel()
+        self.give_up()
 
     def _put(self, message: bytes) -> None:
         with self._changed:
@@ -203,6 +204,24 @@ class Dialling:
             raise
         finally:
             late.cancel()
+
+
+def _cut(parts: Sequence[bytes | memoryview], most_bytes: int) -> Iterator[bytes]:
+    """Messages of at most so many bytes; each is copied once."""
+    pieces: list[memoryview] = []
+    room = most_bytes
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            pieces.append(left[:room])
+            left = left[room:]
+            room -= len(pieces[-1])
+            if not room:
+                yield b"".join(pieces)
+                pieces = []
+                room = most_bytes
+    if pieces:
+        yield b"".join(pieces)
 
 
 def hello_of(context: grpc.ServicerContext) -> tuple[Hello, bytes]:

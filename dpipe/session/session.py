@@ -109,6 +109,11 @@ class LinkSession:
         """What broke the last connection."""
         return self._why
 
+    @property
+    def num_kept(self) -> int:
+        """Writes that the other end has not acknowledged."""
+        return len(self._kept)
+
     def awaits_another(self) -> bool:
         """Whether a connection is missing, and it is not too late for another."""
         with self._lock:

@@ -19,6 +19,8 @@ _WAKE_BYTES = 512 << 10
 _FEW_BYTES = 64 << 10  # up to here a thread is woken for the first byte, without a system call
 _MORE = getattr(socket, "MSG_MORE", 0)  # more follows: do not send a packet for this alone
 _WAKE_MS = 5_000  # poll interval of waits without a deadline of their own
+# Of waits for many bytes: what has come meanwhile is taken, a sign of life on a slow path.
+_TRICKLE_MS = 500
 _MOST_PROBE_S = 32767  # that the kernel takes, as
 _MOST_MS = (1 << 31) - 1
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
@@ -51,13 +53,15 @@ class SocketStream(Stream):
 
     def await_bytes(self, num_bytes: int) -> None:
         """Wait until there is something to receive: at best `num_bytes`, which will come. Returns
-        after `_WAKE_MS` at the latest.
+        after `_TRICKLE_MS` of a wait for many, and after `_WAKE_MS` at the latest.
         """
         wake_bytes = 1
+        timeout_ms = _WAKE_MS
         if num_bytes > _FEW_BYTES:
             wake_bytes = min(num_bytes, _WAKE_BYTES)
+            timeout_ms = _TRICKLE_MS
         self._wake_at(wake_bytes)
-        self._readable.poll(_WAKE_MS)
+        self._readable.poll(timeout_ms)
 
     def receive(self, view: memoryview, behind: memoryview) -> int:
         """Fill `view`, then `behind`, with what is there. Returns how many bytes were."""

@@ -184,7 +184,7 @@ def test_certificate_where_the_coordinator_has_none_is_refused_at_once(run, auth
 def test_no_certificate_where_the_coordinator_has_one_says_so(run, authority):
     run.serve(1, security=authority().security())
     with pytest.raises(JoinError, match=r"something listens there and hangs up; are node.tls_cert"):
-        run.join(0, 1, join_s=0.1)
+        run.join(0, 1, join_s=2.0)
 
 
 # Running

@@ -11,6 +11,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from support.coordinator_stranger import Stranger
 
@@ -67,6 +68,35 @@ def test_stranger_is_shown_out_and_the_run_goes_on(run, words, answers):
     (alone,) = run.meet(1)
     assert Stranger(run.servers[0].port, *words).hears() == answers
     alone.barrier("still here", 5)
+
+
+def test_strangers_who_come_and_go_are_so_many_at_most(run):
+    """Each left a session with two threads behind, which it might have dialled again."""
+    server = run.serve(1, heartbeat_s=8.0)
+    num_threads = threading.active_count()
+
+    def visit() -> grpc.StatusCode | None:
+        with contextlib.closing(Stranger(server.port)) as stranger:
+            try:
+                stranger.greeting()
+            except grpc.RpcError as refusal:
+                return refusal.code()
+
+    assert grpc.StatusCode.RESOURCE_EXHAUSTED in (visit() for _ in range(300))
+    assert threading.active_count() - num_threads < 100
+    run.join(0, 1)  # once they are forgotten
+
+
+def test_stream_that_breaks_while_the_coordinator_stops_is_not_waited_for(run):
+    server = run.serve(1)
+    stranger = Stranger(server.port)
+    stranger.greeting()
+    server._stopped.set()
+    stranger.close()
+    deadline = time.monotonic() + 4  # and not the 5 s in which it might dial again
+    while server._guests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server._guests
 
 
 @pytest.mark.parametrize("nonsense", [b"\2 not a frame", _join(0, 1), b"\0"])

@@ -20,7 +20,7 @@ from fakes.broken_path import BrokenPath
 from support.coordinator_stranger import Stranger
 
 from dpipe.coordinator.client import Coordinator
-from dpipe.coordinator.server import CoordinatorServer
+from dpipe.coordinator.server import CoordinatorServer, _is_refused
 from dpipe.errors import RunAborted
 from dpipe.wire.rpc import Security
 
@@ -178,6 +178,17 @@ def test_process_that_is_gone_is_known_within_a_second() -> None:
     honest.close()
     server.close()
     assert took_s < 3.0  # half a second on a machine with nothing else to do
+
+
+def test_host_that_is_far_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process behind a round trip of more than 0.1 s was known to be gone after a heartbeat."""
+
+    def refuse_late(address: tuple[str, int], timeout: float) -> socket.socket:
+        time.sleep(min(0.3, timeout))
+        raise ConnectionRefusedError if timeout > 0.3 else TimeoutError
+
+    monkeypatch.setattr("dpipe.coordinator.server.socket.create_connection", refuse_late)
+    assert _is_refused("10.0.0.7:29500")
 
 
 # Who may go on

@@ -163,6 +163,19 @@ def test_path_that_loses_large_packets_is_dialled_in_smaller_segments(sender: in
 
 
 @both_kinds
+def test_slow_path_is_not_silent(kind: Kind) -> None:
+    """A message that took longer than a silence to come was lost and sent again, for ever."""
+    with linked(kind, heartbeat_s=16.0) as (first, second, path):
+        path.delay_s = 0.15  # for each 64 KiB; the silence is 2 s
+        send = first.send(numbered(5, 300_000), 1, "x")
+        like = TensorSpec((300_000,), torch.int64)
+        assert torch.equal(second.recv(like, 0, "x").wait(), numbered(5, 300_000))
+        send.wait()
+        assert path.num_connections == 1
+        path.delay_s = 0.0
+
+
+@both_kinds
 def test_cut_of_more_than_a_silence_is_waited_out(kind: Kind) -> None:
     with linked(kind, heartbeat_s=8.0) as (first, second, path):
         pending = second.recv(LARGE, 0, "x")

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coordinator_stranger import Stranger
@@ -34,6 +35,7 @@ from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
 from dpipe.run.parameter_servers import _beside
 from dpipe.session import greeting, grpc_stream
+from dpipe.session.frames import Frames, Stream
 from dpipe.store.run_folder import keep_upload
 from dpipe.wire.message import Header
 from dpipe.wire.spec import TensorSpec
@@ -314,6 +316,25 @@ def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> 
     fuzzed._read(_Says("ipv4:127.0.0.1:5", frames))
     (reason,) = [heard.abort.reason for heard in honest if heard and heard.HasField("abort")]
     assert re.fullmatch(f"{PUT_OUT}more, with 10001 answers that it has not read.*", reason)
+
+
+class _Swallows(Stream):
+    """Takes all bytes, and acknowledges none."""
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        pass
+
+
+def test_rank_that_acknowledges_no_answer_is_put_out() -> None:
+    """It read them, and each was kept to be sent again."""
+    guest = _Guest(1, "ipv4:127.0.0.1:5", 40.0)
+    guest.line.session.attach(Frames(_Swallows()), 0, 0)
+    for _ in range(10_000):
+        guest.line.session.write(b"pong", memoryview(b""))
+    guest.refuse_deaf()
+    guest.line.session.write(b"pong", memoryview(b""))
+    with pytest.raises(DecodeError, match="more, with 10001 answers that it has not read"):
+        guest.refuse_deaf()
 
 
 @settings(max_examples=300)

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -57,8 +58,9 @@ def over_tcp() -> Iterator[Streams]:
 
 @pytest.mark.parametrize("pause_after", [1, 100_000, 1_999_999])
 def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(
-    over_tcp: Streams, pause_after: int
+    over_tcp: Streams, pause_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dpipe.session.stream._TRICKLE_MS", 5_000)
     sent, arrived = bytes(range(250)) * 8_000, bytearray(2_000_000)
     reader = threading.Thread(target=read, args=[over_tcp[1], memoryview(arrived)])
     reader.start()
@@ -67,6 +69,17 @@ def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(
     over_tcp[0].write(sent[pause_after:])
     reader.join(3)  # sooner than its own poll
     assert arrived == sent
+
+
+def test_reader_that_waits_for_many_bytes_takes_what_a_slow_path_has_brought(
+    over_tcp: Streams,
+) -> None:
+    """It waited 5 s for them, and the session thought the connection silent."""
+    over_tcp[0].write(b"a few")
+    start = time.monotonic()
+    over_tcp[1].await_bytes(1 << 20)
+    assert time.monotonic() - start < 3.0
+    assert over_tcp[1].receive(memoryview(bytearray(1 << 20)), memoryview(b"")) == 5
 
 
 def test_reader_that_waits_for_many_bytes_is_woken_by_the_end(over_tcp: Streams) -> None:
