@@ -376,10 +376,10 @@ def _deafen(monkeypatch) -> None:
 
 
 def test_silent_coordinator_is_lost(run, monkeypatch):
-    (alone,) = run.meet(1, heartbeat_s=0.4)
+    (alone,) = run.meet(1, heartbeat_s=1.6)  # a busy machine looks late, and forgives itself
     _deafen(monkeypatch)
     with pytest.raises(RunAborted, match="lost the coordinator"):
-        alone.gather("step/1", b"").wait(5)
+        alone.gather("step/1", b"").wait(20)
 
 
 def test_silent_coordinator_lets_no_question_wait_for_ever(run, monkeypatch):
