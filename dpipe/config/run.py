@@ -173,8 +173,7 @@ class TimeoutsConfig(Section):
     heartbeat: Seconds = 40.0
     """Seconds without a sign of life after which a rank counts as lost, and in which a broken
     connection can be dialled again. The default outlasts the live migration of a virtual machine.
-    A process that has ended is noticed within a second or so; one without an address in an eighth
-    of this."""
+    A process that has ended is noticed within a second."""
 
 
 class PredictConfig(Section):
