@@ -20,6 +20,6 @@ def test_rate_over_gloo_is_the_middle_of_the_rounds() -> None:
 @pytest.mark.parametrize("way", ["grpc x1", "tcp x1"])
 def test_loopback_is_measured_as_a_link_with_core_time_of_its_messages(way: str) -> None:
     found = measure_loopback(way, num_bytes=400_000)
-    assert 0 < found.link.delay_ms < 100
+    assert 0 <= found.link.delay_ms < 100  # what the work of both ends leaves of a message
     assert 0.01 < found.link.bandwidth_gbps < 1000
     assert 0 < found.host([0, 1], computes=False).bytes_us(1_000_000) < 100_000
