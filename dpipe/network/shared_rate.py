@@ -1,6 +1,7 @@
 """Messages that share one rate: whose moves, and how fast."""
 
 import math
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -61,7 +62,7 @@ class _Link(Generic[T]):
     busy: bool = False  # one message of a link moves at a time
 
 
-class SharedRate(Generic[T]):
+class SharedRate(ABC, Generic[T]):
     """What shares one rate, link by link. It has no clock: the simulator drives it by predicted
     time, the shaped transport by real time.
 
@@ -88,9 +89,9 @@ class SharedRate(Generic[T]):
         self._settled_us = 0.0  # until when `bits_left` is accounted for
         self._first: _Moving[T] | None = None  # the one that will be through next
 
+    @abstractmethod
     def flow(self, source: int, target: int) -> Flow:
         """What the link may take; asked at its first message."""
-        raise NotImplementedError
 
     @property
     def due_us(self) -> float | None:
