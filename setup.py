@@ -8,6 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+GENERATED = "dpipe.wire.v1"
 
 
 def compile_protos() -> None:
@@ -29,6 +30,9 @@ def compile_protos() -> None:
 class BuildWithProtos(build_py):
     def run(self) -> None:
         compile_protos()
+        # Packages were looked for before its folder was there.
+        if GENERATED not in self.packages:
+            self.packages.append(GENERATED)
         super().run()
 
 

@@ -5,7 +5,10 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     front door    cli            parses, then calls one function
     comparison    bench          two ways in one run, and their ratio
                   baselines      other engines on our configuration
-    composition   run            a configuration becomes ranks that train
+    onlookers     watch          a run as it goes, on a page, in a terminal, in a report
+    composition   agent          a machine of an elastic run, and who coordinates them
+                  epoch          a rank's part of a run whose machines come and go
+                  run            a configuration becomes ranks that train
                   processes      which rank a process is, and starting them all
     training      engine         the loop: executor, recorder, update, trainer
                   measure        what machines and links are, before a run
@@ -13,24 +16,30 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   planner        unequal machines: what is best there, and why
                   placement      which of them holds which layers
                   plan           before a run: what it takes, where to cut the model
+                  probe          what the layers of any model take and hold, tried
                   memory         what each rank will hold
                   data           texts, tokens, batches
+                  hub            published models: transformers' modules, their weights
+                  keeper         copies of layers in memory, kept and served
                   store          checkpoints and the folder of a run
-                  search         schedule "auto": the best order on a network
+                  search         "auto": the best order on a network, the format of each link
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
+                  passes         a layer's passes in slices, split, or run again
                   transport      moving a tensor to another rank
                   session        the bytes that carry it, over connections that break
+                  optimizers     how parameters step by their gradients
                   dataparallel   how replicas agree
                   paramworker    how they agree through a server
                   paramserver    that server
                   coordinator    who is there
+                  elastic        machines that come and go, epoch by epoch
     configuration config         every setting, from TOML
     alphabets     machines       what each machine is, and the links between them
                   schedule       what runs where in which order
                   wire           bytes: formats, messages
                   network        links and their delays and bandwidths
-    ground        choices  errors  ranks  streams  toml
+    ground        choices  disk  errors  ranks  streams  toml
 
 What `__all__` names is public. To plan and to predict a step takes no torch:
 

@@ -53,6 +53,16 @@ class ParallelRanks:
         size = self._replica_size
         return range(self.rank % size, size * self.dp_size, size)
 
+    def holders(self, stages: Iterable[int]) -> list[int]:
+        """By replica, the rank that holds the same shard as this one of the stage that is given for
+        it; each rank has one stage.
+        """
+        ranks = []
+        for replica, stage in enumerate(stages):
+            first = replica * self._replica_size + stage * self.tp_size
+            ranks.append(first + self.tp_rank)
+        return ranks
+
     @property
     def replica_ranks(self) -> range:
         """All ranks of this replica."""

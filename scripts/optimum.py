@@ -8,154 +8,207 @@ Links that differ are taken not to hinder each other. Where a rank's interface i
 links together, what comes out is a lower bound; `enumerated_us` knows those as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_array
+from scipy.sparse import csr_array, lil_array
 
 from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Hop, Pipeline, Program, Replay, Step
 
-Durations = list[list[float]]  # by kind and stage
-
-
-class _Rows:
-    """Rows of `later - earlier >= gap`, with a switch where it holds only sometimes."""
-
-    def __init__(self) -> None:
-        self.columns: dict[object, int] = {}
-        self.rows: list[tuple[dict[int, float], float]] = []
-
-    def column(self, name: object) -> int:
-        return self.columns.setdefault(name, len(self.columns))
-
-    def after(self, later: object, earlier: object, gap: float) -> None:
-        self.rows.append(({self.column(later): 1.0, self.column(earlier): -1.0}, gap))
-
-    def after_if(
-        self, switch: object, value: int, later: object, earlier: object, gap: float, horizon: float
-    ) -> None:
-        """The constraint holds if `switch` is `value`."""
-        slack = horizon + gap
-        row = {self.column(later): 1.0, self.column(earlier): -1.0}
-        row[self.column(switch)] = -slack if value else slack
-        self.rows.append((row, gap - slack if value else gap))
+_SCALE = 1e3  # milliseconds: solvers work best with numbers near 1
+Name = Hashable  # of a variable
+Entries = dict[int, float]  # of a row, by column
 
 
 def optimum_us(pipeline: Pipeline, limit: int, horizon_us: float) -> float:
     """The shortest makespan where no rank holds more than `limit` micro-batches; `horizon_us` is
     that of any order.
     """
-    program = _Rows()
-    stages = range(pipeline.num_stages)
-    microbatches = range(pipeline.num_microbatches)
-    scale = 1e3  # milliseconds: solvers work best with numbers near 1
-    horizon = horizon_us / scale
-    takes = [[time_us / scale for time_us in kind] for kind in pipeline.duration_us]
-    for stage in stages:
-        steps = [(kind, stage, number) for kind in (0, 1, 2) for number in microbatches]
-        for number in microbatches:
-            forward, made, weight = ((kind, stage, number) for kind in (0, 1, 2))
-            program.after(made, forward, takes[FORWARD][stage])
-            program.after(weight, made, takes[INPUT][stage])
-            program.after("end", weight, takes[WEIGHT][stage])
-            if number >= limit:
-                program.after(forward, (WEIGHT, stage, number - limit), takes[WEIGHT][stage])
-            for kind in (FORWARD, INPUT):
-                _send(program, pipeline, (kind, stage, number), takes, scale)
+    program = _MixedInteger(pipeline, horizon_us / _SCALE)
+    for stage in range(pipeline.num_stages):
+        program.compute(stage, limit)
+    return program.solved() * _SCALE
+
+
+class _Gap(NamedTuple):
+    """`later - earlier >= least`"""
+
+    later: Name
+    earlier: Name
+    least: float
+
+
+class _MixedInteger:
+    """Gaps as rows, with a switch where one holds only sometimes."""
+
+    def __init__(self, pipeline: Pipeline, horizon: float) -> None:
+        self._pipeline = pipeline
+        self._horizon = horizon
+        self._columns: dict[Name, int] = {}
+        self._rows: list[Entries] = []
+        self._gaps: list[float] = []
+
+    def compute(self, stage: int, limit: int) -> None:
+        """What stage `stage` computes and sends."""
+        num_microbatches = self._pipeline.num_microbatches
+        for number in range(num_microbatches):
+            forward = (FORWARD, stage, number)
+            made = (INPUT, stage, number)
+            weight = (WEIGHT, stage, number)
+            self._follow(forward, made)
+            self._follow(made, weight)
+            self._follow(weight, "end")
+            self._send(forward)
+            self._send(made)
+        for number in range(limit, num_microbatches):
+            freed = (WEIGHT, stage, number - limit)
+            forward = (FORWARD, stage, number)
+            self._follow(freed, forward)
+        steps = self._steps_of(stage)
         for first, second in combinations(steps, 2):
-            _in_turn(program, pipeline, first, second, takes, horizon, scale)
-    return _solved(program, horizon) * scale
+            self._in_turn(first, second)
+
+    def solved(self) -> float:
+        """The smallest `end`."""
+        names = list(self._columns)
+        switches = np.array([_is_switch(name) for name in names])
+        wanted = np.array([name == "end" for name in names], float)
+        upper = np.where(switches, 1, self._horizon)
+        solved = milp(
+            wanted,
+            integrality=switches.astype(int),
+            bounds=Bounds(0, upper),
+            constraints=LinearConstraint(self._matrix(), self._gaps, np.inf),
+            options={"mip_rel_gap": 1e-6, "time_limit": 300},
+        )
+        assert solved.status == 0, solved.message
+        return float(solved.fun)
+
+    def _matrix(self) -> csr_array:
+        shape = (len(self._rows), len(self._columns))
+        matrix = lil_array(shape)
+        for row, entries in enumerate(self._rows):
+            for column, value in entries.items():
+                matrix[row, column] = value
+        return matrix.tocsr()
+
+    def _steps_of(self, stage: int) -> list[Step]:
+        numbers = range(self._pipeline.num_microbatches)
+        kinds = (FORWARD, INPUT, WEIGHT)
+        return [(kind, stage, number) for kind, number in product(kinds, numbers)]
+
+    def _takes(self, step: Step) -> float:
+        kind, stage, _ = step
+        return self._pipeline.duration_us[kind][stage] / _SCALE
+
+    def _hop(self, step: Step) -> Hop | None:
+        kind, stage, _ = step
+        return self._pipeline.hops[kind][stage]
+
+    def _send(self, step: Step) -> None:
+        hop = self._hop(step)
+        if hop is None:
+            return
+        kind, stage, number = step
+        receiver = stage + 1 if kind == FORWARD else stage - 1
+        arrived = (kind, receiver, number)
+        sent = ("sent", *step)
+        on_the_way = hop.alone_us + hop.delay_us
+        self._follow(step, sent)
+        self._add(_Gap(arrived, sent, on_the_way / _SCALE))
+
+    def _in_turn(self, first: Step, second: Step) -> None:
+        """One after the other, and so their messages."""
+        same_kind = first[0] == second[0]
+        is_earlier = first[2] <= second[2]
+        if same_kind or is_earlier:
+            for gap in self._between(first, second):
+                self._add(gap)
+            return
+        switch = ("order", first, second)
+        for gap in self._between(first, second):
+            self._add_if_on(switch, gap)
+        for gap in self._between(second, first):
+            self._add_if_off(switch, gap)
+
+    def _between(self, first: Step, second: Step) -> Iterator[_Gap]:
+        """What has to hold if `first` is before `second`."""
+        yield _Gap(second, first, self._takes(first))
+        hop = self._hop(first)
+        if hop is not None and self._hinder(hop, self._hop(second)):
+            later = ("sent", *second)
+            earlier = ("sent", *first)
+            yield _Gap(later, earlier, hop.alone_us / _SCALE)
+
+    def _hinder(self, hop: Hop, other: Hop | None) -> bool:
+        """Whether one message has to wait for the other."""
+        if other is None:
+            return False
+        return hop.target == other.target or all(self._pipeline.sends_in_turn)
+
+    def _column(self, name: Name) -> int:
+        return self._columns.setdefault(name, len(self._columns))
+
+    def _follow(self, step: Step, later: Name) -> None:
+        self._add(_Gap(later, step, self._takes(step)))
+
+    def _add(self, gap: _Gap) -> None:
+        self._rows.append(self._entries(gap))
+        self._gaps.append(gap.least)
+
+    def _add_if_on(self, switch: Name, gap: _Gap) -> None:
+        slack = self._horizon + gap.least
+        entries = self._entries(gap)
+        entries[self._column(switch)] = -slack
+        self._rows.append(entries)
+        self._gaps.append(gap.least - slack)
+
+    def _add_if_off(self, switch: Name, gap: _Gap) -> None:
+        slack = self._horizon + gap.least
+        entries = self._entries(gap)
+        entries[self._column(switch)] = slack
+        self._rows.append(entries)
+        self._gaps.append(gap.least)
+
+    def _entries(self, gap: _Gap) -> Entries:
+        later = self._column(gap.later)
+        earlier = self._column(gap.earlier)
+        return {later: 1.0, earlier: -1.0}
 
 
-def _send(program: _Rows, pipeline: Pipeline, step: Step, takes: Durations, scale: float) -> None:
-    kind, stage, number = step
-    hop = pipeline.hops[kind][stage]
-    if hop is None:
-        return
-    arrived = (kind, stage + 1 if kind == FORWARD else stage - 1, number)
-    program.after(("sent", *step), step, takes[kind][stage])
-    program.after(arrived, ("sent", *step), (hop.alone_us + hop.delay_us) / scale)
-
-
-def _in_turn(
-    program: _Rows,
-    pipeline: Pipeline,
-    first: Step,
-    second: Step,
-    takes: Durations,
-    horizon: float,
-    scale: float,
-) -> None:
-    """One after the other, and so their messages."""
-    hops = [pipeline.hops[step[0]][step[1]] for step in (first, second)]
-    order = ("order", first, second)
-    if first[0] == second[0] or first[2] <= second[2]:
-        ways = [(None, first, second, hops[0])]
-    else:
-        ways = [(1, first, second, hops[0]), (0, second, first, hops[1])]
-    for value, earlier, later, hop in ways:
-        gaps = [(later, earlier, takes[earlier[0]][earlier[1]])]
-        if hop is not None and _hinder(pipeline, *hops):
-            gaps.append((("sent", *later), ("sent", *earlier), hop.alone_us / scale))
-        for after, before, gap in gaps:
-            if value is None:
-                program.after(after, before, gap)
-            else:
-                program.after_if(order, value, after, before, gap, horizon)
-
-
-def _hinder(pipeline: Pipeline, hop: Hop | None, other: Hop | None) -> bool:
-    """Whether one message has to wait for the other."""
-    if hop is None or other is None:
-        return False
-    return hop.target == other.target or all(pipeline.sends_in_turn)
-
-
-def _solved(program: _Rows, horizon: float) -> float:
-    size = len(program.columns)
-    matrix = lil_array((len(program.rows), size))
-    for row, (entries, _) in enumerate(program.rows):
-        for column, value in entries.items():
-            matrix[row, column] = value
-    switches = np.array(
-        [isinstance(name, tuple) and name[0] == "order" for name in program.columns]
-    )
-    wanted = np.zeros(size)
-    wanted[program.columns["end"]] = 1
-    solved = milp(
-        wanted,
-        integrality=switches.astype(int),
-        bounds=Bounds(0, np.where(switches, 1, horizon)),
-        constraints=LinearConstraint(matrix.tocsr(), [gap for _, gap in program.rows], np.inf),
-        options={"mip_rel_gap": 1e-6, "time_limit": 300},
-    )
-    assert solved.status == 0, solved.message
-    return float(solved.fun)
+def _is_switch(name: Name) -> bool:
+    return isinstance(name, tuple) and name[0] == "order"
 
 
 def enumerated_us(pipeline: Pipeline, limit: int) -> float:
     """The same by trying every order: for any network, but only for the smallest pipelines."""
-    ranks = [
-        list(_orders(stage, pipeline.num_microbatches, limit))
-        for stage in range(pipeline.num_stages)
+    programs_of = [
+        _orders(stage, pipeline.num_microbatches, limit) for stage in range(pipeline.num_stages)
     ]
-    return min(Replay(pipeline, programs).run().score_us for programs in product(*ranks))
+    return min(_replayed_us(pipeline, programs) for programs in product(*programs_of))
+
+
+def _replayed_us(pipeline: Pipeline, programs: tuple[Program, ...]) -> float:
+    return Replay(pipeline, programs).run().score_us
 
 
 def _orders(stage: int, num_microbatches: int, limit: int) -> Iterator[Program]:
     """All programs of a rank: its forwards, input gradients and weight gradients in turn."""
 
-    def longer(program: Program, done: tuple[int, int, int]) -> Iterator[Program]:
-        forward, made, weight = done
-        if weight == num_microbatches:
+    def longer(program: Program, forwards: int, made: int, weights: int) -> Iterator[Program]:
+        if weights == num_microbatches:
             yield program
-        if forward < min(num_microbatches, weight + limit):
-            yield from longer((*program, (FORWARD, stage, forward)), (forward + 1, made, weight))
-        if made < forward:
-            yield from longer((*program, (INPUT, stage, made)), (forward, made + 1, weight))
-        if weight < made:
-            yield from longer((*program, (WEIGHT, stage, weight)), (forward, made, weight + 1))
+        if forwards < min(num_microbatches, weights + limit):
+            step = (FORWARD, stage, forwards)
+            yield from longer((*program, step), forwards + 1, made, weights)
+        if made < forwards:
+            step = (INPUT, stage, made)
+            yield from longer((*program, step), forwards, made + 1, weights)
+        if weights < made:
+            step = (WEIGHT, stage, weights)
+            yield from longer((*program, step), forwards, made, weights + 1)
 
-    return longer((), (0, 0, 0))
+    return longer((), 0, 0, 0)

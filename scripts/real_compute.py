@@ -96,6 +96,9 @@ def ladder(scenario: Scenario, alone_us: Sequence[float]) -> dict[str, Scenario]
         computing.cost,
         forward_us=tuple(us / 3 for us in alone_us),
         backward_us=tuple(us * 2 / 3 for us in alone_us),
+        exchange_forward_us=(),
+        exchange_backward_us=(),
+        exchanges=(),
     )
     return {
         "computing, measured alone": replace(a_core_each, cost=undisturbed),

@@ -292,7 +292,7 @@ def usual(seconds: list[float], config: Config) -> float:
     data_parallel, steps = config.data_parallel, len(seconds)
     if data_parallel.kind != "local-sgd" or data_parallel.replicas == 1:
         return median(seconds)
-    return mean(seconds[steps % data_parallel.inner_steps :])
+    return mean(seconds[steps % data_parallel.known_inner_steps :])
 
 
 def check_rounds(config: Config) -> None:
@@ -303,11 +303,11 @@ def check_rounds(config: Config) -> None:
     if (
         data_parallel.kind == "local-sgd"
         and data_parallel.replicas > 1
-        and counted < data_parallel.inner_steps
+        and counted < data_parallel.known_inner_steps
     ):
         raise ConfigError(
             f"train.steps {config.train.steps} hold no round of data_parallel.inner_steps "
-            f"{data_parallel.inner_steps} "
+            f"{data_parallel.known_inner_steps} "
             "after the first step; raise train.steps or lower data_parallel.inner_steps"
         )
 

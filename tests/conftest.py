@@ -13,7 +13,7 @@ from fakes import cuda_on_cpu
 
 from netem.router import MODULES
 
-pytest_plugins = ["support.whole_runs"]
+pytest_plugins = ["support.warm_python", "support.whole_runs"]
 GOLDEN = Path(__file__).parent / "golden"
 
 # The time of an example depends on the load of the machine: one took 0.8 s at first, then 0.3 ms.

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 from support.small_job import TEXT, small_toml
+from support.warm_python import program_of
 
 from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 
-DPIPE = (sys.executable, "-m", "dpipe")
 Process = subprocess.Popen[str]
+Command = tuple[str, ...]
 
 
 @pytest.fixture
@@ -39,6 +39,11 @@ def job(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / "job.toml"
 
     return write
+
+
+@pytest.fixture
+def dpipe(warm_python: str) -> Command:
+    return (warm_python, "-m", "dpipe")
 
 
 @pytest.fixture
@@ -77,11 +82,6 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def rank_process(launcher: Process, rank: int) -> psutil.Process:
-    (found,) = [p for p in _children(launcher.pid) if p.environ().get("DPIPE_RANK") == str(rank)]
-    return found
-
-
 def rows(tmp_path: Path, run: str = "runs/run") -> list[dict[str, float]]:
     path = tmp_path / run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -102,11 +102,15 @@ def checkpoints(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.alone
-def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
-    launcher = start(*DPIPE, "launch", str(job()), "-n", "3")
+def test_killed_rank_stops_the_others_and_is_named(
+    job, start, dpipe: Command, warm_python: str, tmp_path: Path
+) -> None:
+    launcher = start(*dpipe, "launch", str(job()), "-n", "3")
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
-    ranks = _children(launcher.pid)
-    rank_process(launcher, 1).send_signal(signal.SIGKILL)
+    clients = _children(program_of(warm_python, launcher.pid))
+    ranks = [psutil.Process(program_of(warm_python, client.pid)) for client in clients]
+    (killed,) = [client for client in clients if client.environ().get("DPIPE_RANK") == "1"]
+    os.kill(program_of(warm_python, killed.pid), signal.SIGKILL)
     killed_at = time.monotonic()
     _, err = launcher.communicate(timeout=20)
     assert time.monotonic() - killed_at < 10
@@ -119,9 +123,9 @@ def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -
 
 
 def replicas(
-    kind: str, job, start, *settings: str, stages: int = 1, last: Sequence[str] = DPIPE
+    kind: str, job, start, dpipe: Command, *settings: str, stages: int = 1, last: Command = ()
 ) -> list[Process]:
-    """Start all ranks of two replicas; the last rank runs the program `last`."""
+    """Start all ranks of two replicas; the last rank runs the program `last`, if any."""
     place = ("--world-size", str(2 * stages), "--coordinator", f"127.0.0.1:{free_port()}")
     given = (
         "data_parallel.replicas=2",
@@ -135,7 +139,7 @@ def replicas(
         *place,
         *(word for text in given for word in ("-o", text)),
     )
-    programs = [DPIPE] * (2 * stages - 1) + [last]
+    programs = [dpipe] * (2 * stages - 1) + [last or dpipe]
     return [start(*program, *train, "--rank", str(rank)) for rank, program in enumerate(programs)]
 
 
@@ -157,14 +161,13 @@ def assert_stopped_by_the_loss_of(
     return kept.step
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stages"), [("all-reduce", 2), ("sharded", 1)])
 def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
-    kind: str, stages: int, job, start, tmp_path: Path
+    kind: str, stages: int, job, start, dpipe: Command, tmp_path: Path
 ) -> None:
     """Over links so slow that a step is mostly exchange."""
     (tmp_path / "slow.toml").write_text("delay_ms = 1\nbandwidth_gbps = 0.004\n")
-    *others, last = replicas(kind, job, start, "transport.shape=slow.toml", stages=stages)
+    *others, last = replicas(kind, job, start, dpipe, "transport.shape=slow.toml", stages=stages)
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, last)
     last.kill()
     assert assert_stopped_by_the_loss_of(len(others), others, time.monotonic(), tmp_path) > 0
@@ -188,21 +191,22 @@ main()
 """
 
 
-@pytest.mark.alone
 def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(
-    job, start, tmp_path: Path
+    job, start, dpipe: Command, tmp_path: Path
 ) -> None:
-    dying = (sys.executable, "-c", DIES_PUSHING)
-    other, last = replicas("parameter-server", job, start, "transport.chunk_bytes=4096", last=dying)
+    python, *_ = dpipe
+    dying = (python, "-c", DIES_PUSHING)
+    small = "transport.chunk_bytes=4096"
+    other, last = replicas("parameter-server", job, start, dpipe, small, last=dying)
     assert last.wait(60) == -signal.SIGKILL
     assert assert_stopped_by_the_loss_of(1, [other], time.monotonic(), tmp_path) <= 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_run_writes_a_checkpoint_first(
-    number: signal.Signals, job, start, tmp_path: Path
+    number: signal.Signals, job, start, dpipe: Command, tmp_path: Path
 ) -> None:
-    launcher = start(*DPIPE, "launch", str(job()))
+    launcher = start(*dpipe, "launch", str(job()))
     wait_until(lambda: len(rows(tmp_path)) > 2, launcher)
     launcher.send_signal(number)
     out, err = launcher.communicate(timeout=30)
@@ -214,23 +218,23 @@ def test_stopped_run_writes_a_checkpoint_first(
 
 
 def test_resumed_run_goes_on_as_if_it_had_never_stopped_on_other_stages(
-    job, start, tmp_path: Path
+    job, start, dpipe: Command, tmp_path: Path
 ) -> None:
-    whole = start(*DPIPE, "launch", str(job(steps=9)))
+    whole = start(*dpipe, "launch", str(job(steps=9)))
     _, err = whole.communicate(timeout=90)
     assert whole.returncode == 0, err
     shutil.copytree(tmp_path / "runs/run", tmp_path / "part")
     shutil.rmtree(tmp_path / "part/checkpoints/step-00000009")
-    resumed = start(*DPIPE, "train", str(job(steps=9, stages=1)), "--resume", "part")
+    resumed = start(*dpipe, "train", str(job(steps=9, stages=1)), "--resume", "part")
     _, err = resumed.communicate(timeout=90)
     assert resumed.returncode == 0, err
     assert [r["loss"] for r in rows(tmp_path, "part")] == [r["loss"] for r in rows(tmp_path)]
     assert len(rows(tmp_path)) == 9
 
 
-def test_torchrun_runs_the_same_program(job, start, tmp_path: Path) -> None:
+def test_torchrun_runs_the_same_program(job, start, warm_python: str, tmp_path: Path) -> None:
     torchrun = (
-        sys.executable,
+        warm_python,
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -243,8 +247,10 @@ def test_torchrun_runs_the_same_program(job, start, tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
 
 
-def test_mistake_writes_nothing_and_is_exit_code_2(job, start, tmp_path: Path) -> None:
-    run = start(*DPIPE, "launch", str(job()), "-o", "data.files=['nothing-*.txt']")
+def test_mistake_writes_nothing_and_is_exit_code_2(
+    job, start, dpipe: Command, tmp_path: Path
+) -> None:
+    run = start(*dpipe, "launch", str(job()), "-o", "data.files=['nothing-*.txt']")
     _, err = run.communicate(timeout=60)
     assert run.returncode == 2
     assert "nothing-*.txt" in err

@@ -157,10 +157,11 @@ def command(about: str, check: Check, make: Make) -> click.Command:
     @click.command(help=about)
     @click.argument("config", type=click.Path(dir_okay=False))
     @click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
-    def main(config: str, overrides: tuple[str, ...]) -> None:
+    @click.option("--trust-code", is_flag=True, help="As of `dpipe train`.")
+    def main(config: str, overrides: tuple[str, ...], *, trust_code: bool) -> None:
         try:
             process = process_info(environment())
-            loaded = load(config, overrides)
+            loaded = load(config, overrides, trust_code=trust_code)
             train_rank(loaded, process, check, make)
         except DpipeError as error:
             click.echo(f"dpipe: {error}", err=True)

@@ -32,11 +32,11 @@ from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
+from dpipe.passes.recompute import recompute_attention
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.ranks import ParallelRanks
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.model import materialise
-from dpipe.stage.recompute import recompute_attention
 from dpipe.streams import upload
 from dpipe.wire.format import FORMATS
 
@@ -52,8 +52,10 @@ def check_config(config: Config) -> None:
             config.train.precision == "fp16" or config.train.parameters != "fp32"
         ),
         "train.compile must be false": config.train.compile,
+        'train.optimizer must be "adamw"': config.train.optimizer != "adamw",
         "pipeline.ranks must be above 1": config.pipeline.ranks < 2,
-        'pipeline.wire must be "none"': FORMATS[config.pipeline.wire].lossy,
+        'pipeline.wire must be "none"': config.pipeline.may_round,
+        "pipeline.sequence_slices must be 1": config.pipeline.sequence_slices > 1,
         'pipeline.split must not be "measured"': config.pipeline.split == "measured",
         "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
         f"data_parallel.kind must be {names_where(lambda kind: kind.synchronous)}, without delay "

@@ -58,12 +58,14 @@ def check_config(config: Config) -> None:
             config.train.precision != config.train.parameters
         ),
         "train.compile must be false": config.train.compile,
+        'train.optimizer must be "adamw"': config.train.optimizer != "adamw",
         'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule
         not in (ONE_F_ONE_B.name, INTERLEAVED.name),
         "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
             pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
         ),
-        'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
+        'pipeline.wire must be "none"': pipeline.may_round,
+        "pipeline.sequence_slices must be 1": pipeline.sequence_slices > 1,
         "tensor_parallel.sequence_parallel must be false, its own layers need Apex for it": (
             config.tensor_parallel.sequence_parallel
         ),

@@ -20,7 +20,6 @@ from dpipe.config.load import Config
 from dpipe.plan.costs import per_stage
 from dpipe.plan.forecast import forecast
 from dpipe.stage.replay import wait
-from dpipe.wire.format import FORMATS
 
 
 class _Wait(torch.autograd.Function):
@@ -80,7 +79,8 @@ def check_config(config: Config) -> None:
     pipeline = config.pipeline
     reasons = {
         'model.layers must be "replay"': config.model.family.computes,
-        'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
+        'pipeline.wire must be "none"': pipeline.may_round,
+        "pipeline.sequence_slices must be 1": pipeline.sequence_slices > 1,
         "pipeline.ranks must be above 1": pipeline.ranks < 2,
         "data_parallel.replicas must be 1": config.data_parallel.replicas > 1,
         "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, "

@@ -15,16 +15,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import spawn
 
+from dpipe.bench.processes import CONTEXT, run_processes
 from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.torch_group import TorchGroup
 from dpipe.processes.launch import free_port
 from dpipe.report.pace import Pace, agreed_rounds, silent
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.collective import open_store
+from dpipe.wire.feedback import wire
 
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0  # for the others, which import torch first, perhaps on other hosts
@@ -50,11 +50,11 @@ def compare_here(
     pace: Pace | None = None,
 ) -> list[Row]:
     """A row for each way, from processes of this machine."""
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    results = CONTEXT.SimpleQueue()
     hosts = ["127.0.0.1"] * processes
     port = free_port()
     args = (hosts, port, num_bytes, repeats, pace or silent(), results)
-    spawn(_tell, args=args, nprocs=processes)
+    run_processes(_tell, args, processes)
     rows: list[Row] = results.get()
     return rows
 

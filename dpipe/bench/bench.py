@@ -247,10 +247,17 @@ def bench_mfu(pace: Pace) -> list[Row]:
     return rows
 
 
+def bench_formats(pace: Pace) -> list[Row]:
+    from dpipe.bench.formats import measure_format, names_to_compare
+
+    return [measure_format(name, pace) for name in pace.parts(names_to_compare(), str)]
+
+
 _BENCHES: dict[str, Bench] = {
     "engine": Bench(bench_engine, 14),
     "transport": Bench(bench_transport, 20),
     "all-reduce": Bench(bench_all_reduce, 45),
     "pipelining": Bench(bench_pipelining, 40),
     "mfu": Bench(bench_mfu, 60),
+    "formats": Bench(bench_formats, 2),
 }

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
+from dpipe.bench.processes import run_processes
 from dpipe.report.pace import Pace, agreed_rounds, silent
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
@@ -52,7 +52,7 @@ def compare_transport(
     """
     with TemporaryDirectory() as folder:
         args = (folder, num_bytes, repeats, pace or silent())
-        spawn(_run, args, nprocs=2)
+        run_processes(_run, args, 2)
         results = Path(folder) / _RESULTS
         seconds: Seconds = json.loads(results.read_text())
     gloo_s = seconds["gloo"]

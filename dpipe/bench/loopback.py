@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stubs do not export it
-from torch.multiprocessing.spawn import spawn
 
 from dpipe.bench.gloo import connect
+from dpipe.bench.processes import run_processes
 from dpipe.network.link import Host, Link
 from dpipe.wire.spec import TensorSpec
 
@@ -67,7 +67,7 @@ def measure_loopback(
     """
     with TemporaryDirectory() as folder:
         args = (folder, way, num_bytes, pause_s)
-        spawn(_run, args, nprocs=2)
+        run_processes(_run, args, 2)
         sent = _stamps_file(folder, 0).read_text()
         received = _stamps_file(folder, 1).read_text()
     return loopback_of(json.loads(sent), json.loads(received), num_bytes)

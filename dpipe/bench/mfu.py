@@ -24,10 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dpipe.bench.gpt_size import GptSize
 from dpipe.data.batch import Batch
-from dpipe.dataparallel.optimizer import AdamSettings, whole
+from dpipe.dataparallel.optimizer import whole
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
+from dpipe.optimizers.kinds import OptimizerSettings
+from dpipe.passes.seeding import seeded
 from dpipe.plan.partition import split
 from dpipe.report.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.report.pace import Pace, silent
@@ -36,17 +39,16 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.stage.master_weights import MasterWeights
-from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
 from dpipe.timeline.span import Lane
 from dpipe.transport.local import LocalHub
 from dpipe.transport.tcp import TcpTransport
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
 from dpipe.wire.spec import TensorSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADAM = AdamSettings(1e-4, 0.1, (0.9, 0.95))
+_ADAM = OptimizerSettings(1e-4, 0.1, (0.9, 0.95))
 _WAIT_S = 300.0  # for the other stages, which draw their layers first
 _WARM_UP = 2  # steps that are not timed: they take memory, and load kernels
 
@@ -410,7 +412,7 @@ def _dpipe_loop(
         rank,
         {rank: stage},
         transport,
-        codec("none"),
+        HopCodecs(HopFormats.alike("none", case.stages - 1)),
         boundaries,
         replicas,
         recorder,

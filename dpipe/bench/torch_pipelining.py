@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 from torch.distributed.pipelining import PipelineStage
-from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.bench.gloo import connect
 from dpipe.bench.gpt_size import GptSize
+from dpipe.bench.processes import CONTEXT, run_processes
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.processes.launch import free_port
 from dpipe.report.pace import Pace, agreed_rounds, silent
@@ -35,7 +36,7 @@ from dpipe.schedule.lower import lower
 from dpipe.stage.model import materialise
 from dpipe.stage.stage import Stage
 from dpipe.transport.base import Transport
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
 from dpipe.wire.spec import TensorSpec
 
 NUM_RANKS = 2
@@ -100,9 +101,9 @@ def compare_pipelining(
     size = size or Size()
     pace = pace or silent()
     port = free_port()
-    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    results = CONTEXT.SimpleQueue()
     args = (schedule, size, transport, port, pace, results)
-    spawn(_rank, args=args, nprocs=NUM_RANKS)
+    run_processes(_rank, args, NUM_RANKS)
     ours_s, theirs_s, ours, theirs = results.get()
     difference = 0.0
     for our_loss, their_loss in zip(ours, theirs, strict=True):
@@ -213,7 +214,7 @@ def our_step(
         rank,
         {rank: stage},
         transport,
-        codec("none"),
+        HopCodecs(HopFormats.alike("none", 1)),
         ((boundary,),),
         Single(),
         Recorder(rank),

@@ -1,10 +1,13 @@
-"""Commands about the configuration: config."""
+"""Commands about the configuration: config, convert."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import click
 
 from dpipe.cli.options import JSON, OVERRIDE, show
+from dpipe.errors import ConfigError
 
 
 @click.command()
@@ -52,3 +55,41 @@ def _effective(path: str, overrides: tuple[str, ...], as_json: bool) -> str:
     if as_json:
         return json.dumps(effective.as_json(settings), indent=1)
     return effective.text(settings)
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--to", "target", type=click.Path(dir_okay=False), help="The TOML file to write.")
+def convert(file: str, target: str | None) -> None:
+    """Make a configuration of axolotl's FILE (YAML), and say what has no counterpart.
+
+    \b
+    Example:
+      dpipe convert axolotl.yaml --to finetune.toml
+    """
+    from dpipe.hub.axolotl import converted
+
+    text, left_out = converted(read_yaml(Path(file)))
+    if target is None:
+        show(text)
+    elif Path(target).exists():
+        raise ConfigError(f"{target} exists: name another file with --to")
+    else:
+        Path(target).write_text(text, "utf-8")
+    for line in left_out:
+        click.echo(f"{file}: {line}", err=True)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises `ConfigError` for what is no YAML table."""
+    from dpipe.hub.extra import extra_library
+
+    yaml = extra_library("yaml", "dpipe convert")
+    try:
+        table = yaml.safe_load(path.read_bytes())
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not YAML: {text[:300]}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} must be a YAML table of keys, as axolotl reads it")
+    return table

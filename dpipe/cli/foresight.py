@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from dpipe.cli.options import CONFIG, JSON, MACHINES, OVERRIDE, PLAN, RUN, TRUST_CODE, show
+from dpipe.processes.imports import imported_for_good
 from dpipe.schedule.generate import GENERATORS, who_take
 
 
@@ -41,7 +42,8 @@ def simulate(
         from dpipe.planner.fits import planned
 
         overrides = planned(config, overrides, plan, trust_code=trust_code)
-    from dpipe.plan.text import forecast_text
+    with imported_for_good():
+        from dpipe.plan.text import forecast_text
 
     show(forecast_text(config, overrides, network, as_json, trust_code=trust_code))
 
@@ -68,6 +70,14 @@ def simulate(
     "--memory-limit",
     type=click.IntRange(min=1),
     help=f"Micro-batches that a rank may hold, for {who_take('memory_limit')}.",
+)
+@click.option(
+    "--sequence-slices",
+    "num_slices",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help=f"Slices of each sequence, for {who_take('num_slices')}; they are what is numbered.",
 )
 @click.option(
     "--csv", "as_csv", is_flag=True, help="Print the CSV that torch.distributed.pipelining loads."

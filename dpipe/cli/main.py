@@ -7,12 +7,14 @@ from typing import Any
 import click
 
 from dpipe import __version__
-from dpipe.cli.configuration import config
+from dpipe.cli.configuration import config, convert
+from dpipe.cli.elastic import coordinate, join, leave, status
 from dpipe.cli.foresight import schedule, simulate, trace
-from dpipe.cli.measuring import bench, measure
-from dpipe.cli.model import generate
+from dpipe.cli.measuring import bench, doctor, measure
+from dpipe.cli.model import export, generate
 from dpipe.cli.planning import plan
 from dpipe.cli.training import launch, serve, train
+from dpipe.cli.watching import report, watch
 from dpipe.errors import DpipeError
 from dpipe.processes.environment import set_up_grpc
 
@@ -46,14 +48,23 @@ def main() -> None:
 for command in (
     bench,
     config,
+    convert,
+    coordinate,
+    doctor,
+    export,
     generate,
+    join,
     launch,
+    leave,
     measure,
     plan,
+    report,
     schedule,
     serve,
     simulate,
+    status,
     trace,
     train,
+    watch,
 ):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""Commands that measure: bench, measure."""
+"""Commands that measure: bench, measure, doctor."""
 
 import sys
 from functools import partial
@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from dpipe.cli.options import CONFIG, JSON, MAX_WAIT_S, OVERRIDE, TRUST_CODE, NumberRange, show
+from dpipe.processes.imports import imported_for_good
 
-BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
+BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu", "formats")
 
 
 @click.command()
@@ -35,11 +36,13 @@ def bench(name: str, hosts: str, rank: int, quick: bool, as_json: bool) -> None:
       pipelining  one GPT in two processes: dpipe against torch.distributed.pipelining
       mfu         one GPT (1.3B on a GPU) in one stage: model FLOPs utilisation, dpipe against
                   a plain training loop
+      formats     wire formats: bits a value, error, and GB/s of one core
     \b
     Example:
       dpipe bench engine
     """
-    from dpipe.bench.bench import bench_text
+    with imported_for_good():
+        from dpipe.bench.bench import bench_text
 
     addresses = tuple(hosts.split(",")) if hosts else ()
     show(bench_text(name, as_json, addresses, rank, quick=quick))
@@ -92,11 +95,40 @@ def measure(config: str, overrides: tuple[str, ...], alone: bool, **options: Any
       dpipe measure job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000
       dpipe measure job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000
     """
-    from dpipe.report.display import lasting
-    from dpipe.run.measuring import measure_to_file
+    with imported_for_good():
+        from dpipe.report.display import lasting
+        from dpipe.run.measuring import measure_to_file
 
     placed = [options[key] is not None for key in ("rank", "world_size", "coordinator")]
     if alone and any(placed):
         raise click.UsageError("--alone goes without --rank, --world-size and --coordinator.")
     say = partial(click.echo, file=lasting(sys.stderr))
     measure_to_file(config, overrides, alone=alone, say=say, **options)
+
+
+@click.command()
+@click.argument("config", type=click.Path(dir_okay=False), required=False)
+@OVERRIDE
+@TRUST_CODE
+def doctor(config: str | None, overrides: tuple[str, ...], trust_code: bool) -> None:
+    """Look for what would hurt a run on this machine, and say how to mend it.
+
+    Looks at versions, device, ports, TCP, clock, open files and disk, as CONFIG needs them; changes
+    nothing. Exits with 1 where something is bad.
+
+    \b
+    Example:
+      dpipe doctor job.toml -o node.device=cuda
+    """
+    with imported_for_good():
+        from dpipe.config.load import build, load
+        from dpipe.measure.doctor import State, examine
+
+    checked = load(config or build({}), overrides, trust_code=trust_code)
+    states = set()
+    for finding in examine(checked):
+        states.add(finding.state)
+        click.echo(f"{finding.state.value:<5}{finding.what}")
+        if finding.mend:
+            click.echo(f"     -> {finding.mend}")
+    sys.exit(1 if State.HURTS in states else 0)

@@ -1,4 +1,4 @@
-"""Commands that use a trained model: generate."""
+"""Commands that use a trained model: generate, export."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,13 @@ from typing import Any
 import click
 
 from dpipe.cli.options import RUN, TRUST_CODE, NumberRange, show
+from dpipe.processes.imports import imported_for_good
+
+BEST = click.option(
+    "--best",
+    is_flag=True,
+    help="Of the checkpoint with the lowest held-out loss, in place of the newest.",
+)
 
 
 @click.command()
@@ -25,6 +32,12 @@ from dpipe.cli.options import RUN, TRUST_CODE, NumberRange, show
 @click.option(
     "--fallback", is_flag=True, help="If the newest checkpoint is damaged, use the one before."
 )
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Take the prompt as a user's turn and print the answer, by model.hf's chat template.",
+)
+@BEST
 @TRUST_CODE
 def generate(run: str, prompt: str, **options: Any) -> None:
     """Continue a text with the newest checkpoint of a run.
@@ -33,6 +46,36 @@ def generate(run: str, prompt: str, **options: Any) -> None:
     Example:
       dpipe generate runs/quickstart --prompt "My fellow citizens, "
     """
-    from dpipe.run.generate import generate_text
+    with imported_for_good():
+        from dpipe.run.generate import generate_text
 
     show(generate_text(Path(run), prompt, **options))
+
+
+@click.command()
+@RUN
+@click.option(
+    "--to",
+    "folder",
+    required=True,
+    type=click.Path(file_okay=False),
+    help="A new folder, which transformers opens with from_pretrained.",
+)
+@click.option(
+    "--adapter",
+    "only_adapter",
+    is_flag=True,
+    help="Write the adapter alone, as peft has it, instead of the model with it merged.",
+)
+@BEST
+def export(run: str, folder: str, **options: Any) -> None:
+    """Write the newest checkpoint of a run of model.hf as Hugging Face's libraries read it.
+
+    \b
+    Example:
+      dpipe export runs/finetune --to my-model
+    """
+    from dpipe.run.export import export_folder
+
+    step = export_folder(Path(run), Path(folder), **options)
+    show(f"{folder}: the model before step {step}")

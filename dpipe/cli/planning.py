@@ -3,6 +3,7 @@
 import click
 
 from dpipe.cli.options import CONFIG, JSON, OVERRIDE, TRUST_CODE, NumberRange, show
+from dpipe.processes.imports import imported_for_good
 
 
 @click.command()
@@ -15,6 +16,7 @@ from dpipe.cli.options import CONFIG, JSON, OVERRIDE, TRUST_CODE, NumberRange, s
     help="The machines and their links, as `dpipe measure` writes them.",
 )
 @click.option("--write", type=click.Path(dir_okay=False), help="Keep the plan in this file.")
+@click.option("--png", type=click.Path(dir_okay=False), help="Draw the plan into this file.")
 @click.option(
     "--max-price",
     type=NumberRange(min=0),
@@ -49,7 +51,8 @@ def plan(config: str, overrides: tuple[str, ...], formats: str, **options: objec
       dpipe plan job.toml --machines machines.toml --write plan.toml
       dpipe launch job.toml --plan plan.toml
     """
-    from dpipe.planner.command import plan_text
+    with imported_for_good():
+        from dpipe.planner.command import plan_text
 
     names = tuple(name.strip() for name in formats.split(","))
     show(plan_text(config, overrides, formats=names, **options))  # type: ignore[arg-type]

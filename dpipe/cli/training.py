@@ -1,6 +1,7 @@
 """Commands that train: train, launch, serve."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from dpipe.cli.options import (
     NumberRange,
     resuming,
 )
+from dpipe.processes.environment import environment, process_info
+from dpipe.processes.imports import imported_for_good
 
 
 def _planned(
@@ -43,6 +46,7 @@ def _planned(
     help="Seconds to wait for the other ranks; default: timeouts.join.",
 )
 @PLAN
+@click.option("--name", help="With --plan: what it calls this machine; default: its host name.")
 @TRUST_CODE
 @resuming
 def train(
@@ -50,6 +54,7 @@ def train(
     overrides: tuple[str, ...],
     machines: tuple[str, ...],
     plan: str | None,
+    name: str | None,
     **flags: Any,
 ) -> None:
     """Train one rank in this process.
@@ -66,10 +71,23 @@ def train(
       torchrun --nproc-per-node 4 -m dpipe train job.toml
       srun dpipe train job.toml
     """
-    from dpipe.run.api import train as train_here
+    with imported_for_good():
+        from dpipe.run.api import train as train_here
+        from dpipe.run.start import refuse_other_machine  # what `train_here` would import
 
     overrides = _planned(config, overrides + machines, plan, flags)
-    train_here(config, overrides=overrides, show=True, **flags)
+    if plan is not None:
+        place = {key: flags[key] for key in ("rank", "world_size", "coordinator")}
+        refuse_other_machine(plan, name=name, **place)
+    elif name is not None:
+        raise click.UsageError("--name goes with --plan.")
+    folder = train_here(config, overrides=overrides, show=True, **flags)
+    process = process_info(environment(), flags["rank"], flags["world_size"], flags["coordinator"])
+    if process.rank == 0:
+        # All other ranks are gone: nobody waits for it.
+        from dpipe.watch.report import write_at_end
+
+        write_at_end(folder, trust_code=flags["trust_code"])
 
 
 @click.command()
@@ -83,6 +101,12 @@ def train(
     help="Number of ranks; default: what CONFIG says.",
 )
 @PLAN
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    help="Processes beyond the ranks: a run that goes on where a rank is killed, and where the "
+    "same command is started again.",
+)
 @TRUST_CODE
 @resuming
 def launch(
@@ -90,6 +114,7 @@ def launch(
     overrides: tuple[str, ...],
     machines: tuple[str, ...],
     plan: str | None,
+    spares: int | None,
     **flags: Any,
 ) -> None:
     """Train all ranks as processes of this machine.
@@ -99,15 +124,42 @@ def launch(
     \b
     Example:
       dpipe launch scripts/quickstart.toml -o train.steps=50
+      dpipe launch job.toml --spares 1
     """
-    from dpipe.report.display import lasting
-    from dpipe.run.start import launch_ranks
+    with imported_for_good():
+        from dpipe.report.display import lasting
+        from dpipe.run.start import launch_ranks
 
     overrides = _planned(config, overrides + machines, plan, flags)
     # To standard error: standard output is rank 0's.
-    sys.exit(
-        launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags)
-    )
+    say = partial(click.echo, file=lasting(sys.stderr))
+    if spares is not None:
+        _launch_elastic(config, overrides, spares, say, **flags)
+        return
+    sys.exit(launch_ranks(config, overrides, say=say, **flags))
+
+
+def _launch_elastic(
+    config: str,
+    overrides: tuple[str, ...],
+    spares: int,
+    say: Callable[[str], None],
+    *,
+    num_ranks: int | None,
+    trust_code: bool,
+    resume: str | None,
+    fallback: bool,
+    change: tuple[str, ...],
+) -> None:
+    from dpipe.agent.local_machines import launch_elastic
+
+    if resume or fallback or change:
+        raise click.UsageError(
+            "--spares goes on by itself: start the same command again, without --resume"
+        )
+    if num_ranks is not None:
+        raise click.UsageError("--spares takes as many ranks as CONFIG says: set pipeline.stages")
+    launch_elastic(config, overrides, spares, trust_code=trust_code, say=say)
 
 
 @click.command()
@@ -126,7 +178,8 @@ def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
     Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
       dpipe serve job.toml --bind 0.0.0.0:7100
     """
-    from dpipe.report.display import lasting
-    from dpipe.run.parameter_servers import serve_parameters
+    with imported_for_good():
+        from dpipe.report.display import lasting
+        from dpipe.run.parameter_servers import serve_parameters
 
     serve_parameters(config, overrides, bind, partial(click.echo, file=lasting(sys.stdout)))

@@ -3,6 +3,7 @@
 section.py    what sections are made of: Section, number types, Name (a choice of a table)
 model.py      [model], [replay], [data]
 run.py        [train], [run], [transport], [timeouts], [predict], [node]
+wires.py      pipeline.wire: the format of each link, in each direction
 parallel.py   [pipeline], [tensor_parallel], [data_parallel]
 presets.py    sizes of published models by name
 checks.py     what spans sections

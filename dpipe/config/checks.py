@@ -2,7 +2,7 @@
 naming the keys that do not go together and what to change.
 """
 
-from dpipe.config.model import ModelConfig, ReplayConfig
+from dpipe.config.model import AdapterConfig, DataConfig, ModelConfig, ReplayConfig
 from dpipe.config.parallel import (
     DataParallelConfig,
     PipelineConfig,
@@ -11,6 +11,8 @@ from dpipe.config.parallel import (
 )
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
 from dpipe.dataparallel.kinds import names_where
+from dpipe.optimizers.kinds import OPTIMIZERS
+from dpipe.optimizers.kinds import names_where as names_of_optimizers
 from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
 from dpipe.schedule.size import too_large, too_many_messages
 from dpipe.transport.kinds import TRANSPORTS
@@ -31,12 +33,55 @@ def check_replay(
         )
     if model.family.computes:
         return
-    if pipeline.split != "estimated":
+    if pipeline.split != "estimated" or pipeline.splits:
         raise ValueError("pipeline.split is of layers, and a replayed stage has none: leave it out")
     if node.device != "cpu":
         raise ValueError(
             f'model.layers "{model.layers}" computes nothing and moves host memory: set '
             'node.device = "cpu"'
+        )
+
+
+def check_published(model: ModelConfig, adapter: AdapterConfig, data: DataConfig) -> None:
+    """What only a model of the hub has: an adapter, a tokenizer of its own, samples."""
+    if model.hf is None:
+        if adapter.kind != "none":
+            raise ValueError(
+                f'adapter.kind "{adapter.kind}" adapts model.hf, which is not set; name a model '
+                "there, or leave [adapter] out"
+            )
+        if data.has_samples:
+            raise ValueError(
+                f'data.format "{data.format}" needs the tokenizer of model.hf, which is not set; '
+                'name a model there, or take data.format = "text"'
+            )
+    elif data.tokenizer != "bytes":
+        raise ValueError("model.hf has a tokenizer of its own: leave data.tokenizer out")
+
+
+def check_optimizer(
+    train: TrainConfig,
+    pipeline: PipelineConfig,
+    tensor_parallel: TensorParallelConfig,
+    data_parallel: DataParallelConfig,
+) -> None:
+    """An optimizer steps what a rank holds, and must find there whatever it looks at together."""
+    kind = OPTIMIZERS[train.optimizer]
+    replicas = data_parallel.active_kind
+    instead = None
+    if kind.couples == "stages" and pipeline.stages > 1:
+        instead = f"pipeline.stages {pipeline.stages}: it couples parameters of different stages"
+    elif kind.couples != "nothing" and tensor_parallel.size > 1:
+        instead = f"tensor_parallel.size {tensor_parallel.size}: a rank has part of a matrix"
+    elif kind.couples != "nothing" and replicas.shards_optimizer:
+        instead = f'data_parallel.kind "{replicas.name}": a replica steps part of a matrix'
+    elif replicas.has_server and not kind.on_server:
+        instead = f'data_parallel.kind "{replicas.name}", whose server has a step of its own'
+    if instead is not None:
+        free = names_of_optimizers(lambda each: each.couples == "nothing" and each.on_server)
+        raise ValueError(
+            f'train.optimizer "{kind.name}" does not go with {instead}; take {free}, or leave the '
+            "other out"
         )
 
 
@@ -49,12 +94,73 @@ def check_compile(train: TrainConfig, pipeline: PipelineConfig) -> None:
         )
 
 
+def check_slices(
+    model: ModelConfig,
+    replay: ReplayConfig,
+    pipeline: PipelineConfig,
+    tensor_parallel: TensorParallelConfig,
+    train: TrainConfig,
+) -> None:
+    """What may be cut into slices of a sequence: each must give what it would give in the whole."""
+    number = pipeline.sequence_slices
+    if number == 1:
+        return
+    needed = None
+    if not model.family.slices_sequences:
+        needed = f'model.layers "gpt", not "{model.layers}", whose tokens might miss others'
+    elif model.family.computes and model.context % number:
+        needed = f"model.context to be a multiple of it, not {model.context}"
+    elif not model.family.computes and replay.message_bytes % (4 * number):
+        needed = f"replay.message_bytes to be a multiple of {4 * number}"
+    elif model.dropout:
+        needed = "model.dropout 0: what is dropped would differ from that of whole sequences"
+    elif tensor_parallel.size > 1:
+        needed = "tensor_parallel.size 1"
+    elif train.compile:
+        needed = "train.compile = false: what a slice reads changes from one to the next"
+    if needed is not None:
+        raise ValueError(f"pipeline.sequence_slices {number} needs {needed}; or leave it out")
+
+
+def check_epochs(model: ModelConfig, train: TrainConfig) -> None:
+    if train.epochs is None:
+        return
+    if not model.family.computes or model.family.reads_pairs:
+        raise ValueError(
+            f'train.epochs are of rows or texts, and model.layers is "{model.layers}"; set '
+            "train.steps instead"
+        )
+
+
 def check_sample(model: ModelConfig, run: RunConfig) -> None:
     family = model.family
     if family.computes and not family.continues_text and run.sample is not None:
         raise ValueError(
             "run.sample is for models that continue a text, and model.layers is "
             f'"{model.layers}"; leave it out'
+        )
+
+
+def check_splits(pipeline: PipelineConfig, data_parallel: DataParallelConfig) -> None:
+    """Replicas that are cut differently exchange gradients among whoever holds a layer."""
+    if not pipeline.splits:
+        return
+    if len(pipeline.splits) != data_parallel.replicas:
+        raise ValueError(
+            f"pipeline.splits is for {len(pipeline.splits)} replicas, but data_parallel.replicas "
+            f"is {data_parallel.replicas}"
+        )
+    kind = data_parallel.active_kind
+    if data_parallel.replicas > 1 and not kind.synchronous:
+        choices = names_where(lambda each: each.synchronous)
+        raise ValueError(
+            f'pipeline.splits does not go with data_parallel.kind "{data_parallel.kind}": take '
+            f"{choices}, or cut all replicas alike with pipeline.split"
+        )
+    if data_parallel.group != "dpipe":
+        raise ValueError(
+            f'pipeline.splits does not go with data_parallel.group "{data_parallel.group}", whose '
+            "members are the ranks of one stage: leave it out"
         )
 
 
@@ -72,7 +178,8 @@ def check_size(
     pipeline: PipelineConfig, train: TrainConfig, data_parallel: DataParallelConfig
 ) -> None:
     replicas = data_parallel.replicas
-    reason = too_large(pipeline.stages, train.num_microbatches, replicas)
+    num_pieces = train.num_microbatches * pipeline.sequence_slices
+    reason = too_large(pipeline.stages, num_pieces, replicas)
     if reason is not None:
         raise ValueError(
             f"{reason}; lower pipeline.stages, train.num_microbatches or data_parallel.replicas"
@@ -118,9 +225,14 @@ def check_reject(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
 
 
 def check_tied_embedding(model: ModelConfig, data_parallel: DataParallelConfig) -> None:
+    if model.tie_embeddings:
+        check_wire_of_tied(data_parallel)
+
+
+def check_wire_of_tied(data_parallel: DataParallelConfig) -> None:
     """First and last stage each hold a copy of a tied embedding, which must stay equal."""
     replicas = data_parallel.replicas
-    if replicas == 1 or not model.tie_embeddings:
+    if replicas == 1:
         return
     form = FORMATS[data_parallel.wire]
     if not form.elementwise:
@@ -228,6 +340,8 @@ def check_transport(
         needed = "transport.shape must not be set"
     elif kind.between_gpus and not model.family.computes:
         needed = f'model.layers must not be "{model.layers}"'
+    elif transport.congestion_control is not None and not kind.sets_congestion_control:
+        needed = "transport.congestion_control must not be set"
     elif replicas > 1 and data_parallel.group != "torch" and not kind.between_replicas:
         needed = 'data_parallel.group must be "torch"'
     if needed is not None:

@@ -17,9 +17,10 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from dpipe.config import checks
-from dpipe.config.model import DataConfig, ModelConfig, ReplayConfig
+from dpipe.config.model import AdapterConfig, DataConfig, ModelConfig, ReplayConfig
 from dpipe.config.parallel import DataParallelConfig, PipelineConfig, TensorParallelConfig
 from dpipe.config.run import (
+    GuardConfig,
     NodeConfig,
     PredictConfig,
     RunConfig,
@@ -45,6 +46,7 @@ class Config(Section):
     """
 
     model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     replay: ReplayConfig = ReplayConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -53,6 +55,7 @@ class Config(Section):
     data_parallel: DataParallelConfig = DataParallelConfig()
     transport: TransportConfig = TransportConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    guard: GuardConfig = GuardConfig()
     predict: PredictConfig = PredictConfig()
     run: RunConfig = RunConfig()
     node: NodeConfig = NodeConfig()
@@ -63,8 +66,15 @@ class Config(Section):
         checks.check_transport(self.transport, self.model, self.node, self.data_parallel)
         checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)
         checks.check_replay(self.model, self.replay, self.pipeline, self.tensor_parallel, self.node)
+        checks.check_published(self.model, self.adapter, self.data)
+        checks.check_optimizer(self.train, self.pipeline, self.tensor_parallel, self.data_parallel)
         checks.check_compile(self.train, self.pipeline)
+        checks.check_slices(
+            self.model, self.replay, self.pipeline, self.tensor_parallel, self.train
+        )
+        checks.check_epochs(self.model, self.train)
         checks.check_sample(self.model, self.run)
+        checks.check_splits(self.pipeline, self.data_parallel)
         checks.check_batch(self.train, self.data_parallel)
         checks.check_reject(self.train, self.data_parallel)
         checks.check_servers(self.data_parallel, self.pipeline, self.train)
@@ -124,8 +134,10 @@ class Config(Section):
         # Short enough to be compared by eye: it tells configurations apart, and is no secret.
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def layers_digest(self) -> str:
-        """A hash of what the time of a layer depends on: the model and its precision."""
+    def layers_digest(self, vocab_size: int | None = None) -> str:
+        """A hash of what the time of a layer depends on: the model and its precision; `vocab_size`
+        where the configuration leaves it to the tokenizer.
+        """
         of_layers = [f"train.{key}" for key in ("precision", "parameters", "compile")]
         shared = self.shared()
         chosen = {
@@ -133,6 +145,7 @@ class Config(Section):
             for key, value in shared.items()
             if key.startswith("model.") or key in of_layers
         }
+        chosen["model.vocab_size"] = self.model.vocab_size or vocab_size
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_(self, **overrides: Any) -> "Config":

@@ -1,15 +1,28 @@
 """What is trained, and on what: [model], [replay], [data]."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dpipe.config.presets import PRESETS, filled
-from dpipe.config.section import Count, CountOrZero, Fraction, Name, NotNegative, Section
-from dpipe.stage.families import FAMILIES, Family, family_of
+from dpipe.config.section import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Name,
+    NotNegative,
+    Positive,
+    Section,
+)
+from dpipe.stage.families import FAMILIES, HUB, Family, family_of
+
+# What config.json says of a published model.
+_SIZES = ("num_layers", "width", "num_heads", "vocab_size", "dropout", "tie_embeddings", "preset")
 
 
 def _is_function(layers: str) -> bool:
+    if layers == HUB.name:
+        return True  # checked against model.hf, which sets it
     module, _, function = layers.partition(":")
     return bool(module and function) and not module.startswith(".")
 
@@ -23,6 +36,13 @@ class ModelConfig(Section):
     """A model of dpipe's own, "replay" (stages that wait instead of computing, see [replay]), or
     "package.module:function": your function that returns (layers, loss); outside the working folder
     it may need --trust-code."""
+
+    hf: str | None = None
+    """A model of transformers: its name on the hub ("Qwen/Qwen3-1.7B"), a folder that
+    save_pretrained has written, or a GGUF file. Sizes and weights are its own. Left out: none."""
+
+    revision: str | None = None
+    """Branch, tag or commit of model.hf on the hub. Left out: its main branch."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for your function. dpipe's own models take none."""
@@ -64,6 +84,18 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}"
             )
+        if (self.hf is None) != (self.layers != HUB.name):
+            raise ValueError(
+                f"model.hf and model.layers {self.layers!r} exclude each other: leave one out"
+            )
+        if self.hf is not None:
+            # By its value: a configuration that was written out has all keys.
+            fields = type(self).model_fields
+            own = [key for key in _SIZES if getattr(self, key) != fields[key].default]
+            if own:
+                raise ValueError(
+                    f"model.{own[0]} is model.hf's own and cannot be set; leave it out"
+                )
         return self
 
     @property
@@ -74,6 +106,47 @@ class ModelConfig(Section):
     def is_transformer(self) -> bool:
         """One of dpipe's own, whose costs are known by formula."""
         return self.family.is_transformer
+
+
+class AdapterConfig(Section):
+    """What learns of model.hf: all of it, or an adapter beside it (Hu et al. 2021)."""
+
+    kind: Literal["none", "lora"] = "none"
+    """"none": all parameters learn. "lora": two small matrices beside each adapted one."""
+
+    r: Annotated[int, Field(ge=1, le=1 << 16)] = 16
+    """The rank of these matrices."""
+
+    alpha: Positive = 32.0
+    """Their product counts alpha / r times."""
+
+    dropout: Fraction = 0.0
+    """Share of the adapter's inputs that are set to zero while training."""
+
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Which modules are adapted, as peft has it: "all-linear", the ends of their names, or a
+    regular expression."""
+
+    layers: tuple[CountOrZero, ...] = ()
+    """Numbers of the decoder layers that are adapted, from 0. Left out: all of them."""
+
+    dora: bool = False
+    """Whether the lengths of the columns learn apart (DoRA, Liu et al. 2024)."""
+
+    rslora: bool = False
+    """Whether alpha counts by the square root of r (rsLoRA, Kalajdzievski 2023)."""
+
+    start: str | None = None
+    """Folder of an adapter that was trained before, as peft or `dpipe export --adapter` writes it,
+    to go on from. Left out: a new one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.start is not None and self.kind == "none":
+            raise ValueError(
+                'adapter.start goes on from an adapter: set adapter.kind = "lora", or leave it out'
+            )
+        return self
 
 
 class ReplayConfig(Section):
@@ -113,6 +186,10 @@ class DataConfig(Section):
     """UTF-8 text files: globs, relative to the working folder, or "package:NAME/GLOB" inside an
     installed Python package. "replay" needs none."""
 
+    hub: str | None = None
+    """A data set on the Hugging Face Hub in place of files: "org/name:split", or
+    "org/name@revision:split". Left out: files."""
+
     tokenizer: str = "bytes"
     """"bytes" (each byte is a token), or the path of a Hugging Face tokenizer.json."""
 
@@ -121,3 +198,31 @@ class DataConfig(Section):
 
     cache: str = ".dpipe-cache"
     """Folder for the tokens of texts that were read before."""
+
+    format: Literal["text", "chat", "instruction", "tokens"] = "text"
+    """What the files hold: plain text or, for model.hf, rows in jsonl, json, csv or parquet.
+    "chat" has messages, "instruction" instruction, input and output, "tokens" input_ids and
+    perhaps labels. Only answers are learned."""
+
+    packing: bool = True
+    """Whether several samples share a sequence; none of them sees another. false: one sample a
+    sequence, and the rest of it is padding."""
+
+    too_long: Literal["refuse", "truncate", "split"] = "refuse"
+    """What becomes of a sample of more than model.context tokens: an error, its beginning alone, or
+    several samples."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hub is None:
+            return self
+        if self.files:
+            raise ValueError("data.hub and data.files exclude each other: leave one out")
+        if not self.has_samples:
+            raise ValueError('data.hub holds rows: set data.format to "chat", "instruction" or so')
+        return self
+
+    @property
+    def has_samples(self) -> bool:
+        """Rows of their own, not windows of one text."""
+        return self.format != "text"

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dpipe.config.section import Count, CountOrZero, Fraction, Name, Positive, Section
+from dpipe.config.wires import AUTO_WIRE, FormatName, WireSetting, WireTable
 from dpipe.dataparallel.kinds import KINDS, Kind, names_where
 from dpipe.schedule.generate import AUTO, GENERATORS, ONE_F_ONE_B, who_take
-from dpipe.wire.format import FORMATS
+from dpipe.wire.format import FORMATS, HopFormats
 
 
 def elementwise_formats() -> str:
@@ -25,6 +26,10 @@ def elementwise_formats() -> str:
 
 class PipelineConfig(Section):
     """How the model is cut into stages, and in which order ranks compute micro-batches."""
+
+    plan: Literal["none", "auto"] = "none"
+    """"auto": as the ranks join, they measure their machines and links, and what this job leaves
+    open is planned for them; ranks that would only slow the run down leave it."""
 
     stages: Count = 1
     """Stages that the layers are cut into."""
@@ -45,6 +50,11 @@ class PipelineConfig(Section):
     """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
     of its stages counts; "gpipe" and "auto" take none. Left out: enough to fill the pipeline."""
 
+    sequence_slices: Count = 1
+    """Slices of each sequence, which follow each other through the stages (Seq1F1B), for "gpipe",
+    "1f1b" and "auto". in_flight and memory_limit then count slices. Losses change by fp32 rounding
+    alone."""
+
     memory_limit: Count | None = None
     """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no
     limit but what the schedule needs."""
@@ -58,15 +68,26 @@ class PipelineConfig(Section):
     each layer from its input."""
 
     split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"
-    """Layers of each stage: a list, or how to find one. "estimated" counts operations, "measured"
-    times each layer on rank 0."""
+    """Layers of each stage: a list, or how to find one. "estimated" counts operations, and with
+    predict.machines goes by what layers take on each machine; "measured" times each layer on rank
+    0."""
 
-    wire: Annotated[str, Name(FORMATS, lambda form: form.between_stages)] = "none"
-    """Format of activations and their gradients between stages. "none" sends them as they are,
-    "int8" with one scale for 256 values."""
+    splits: tuple[tuple[Count, ...], ...] = ()
+    """Layers of each stage by replica, where replicas are cut differently, as machines of unequal
+    speed want it: [[5, 3], [2, 6]]. split is then left out."""
+
+    wire: Annotated[str | WireTable, WireSetting()] = "none"
+    """Format of what stages send each other. A table has formats for forward and backward, and
+    links = {"2-3" = ...} for the link between stages 2 and 3. "auto" takes of wire_allowed the
+    largest that costs no time on predict.network."""
+
+    wire_allowed: tuple[FormatName, ...] = ()
+    """The formats that wire = "auto" may choose from: those whose effect on the loss you
+    accept."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_wire()
         if self.stages % self.stages_per_rank:
             raise ValueError(
                 f"pipeline.stages {self.stages} is not a multiple of pipeline.stages_per_rank "
@@ -77,6 +98,7 @@ class PipelineConfig(Section):
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
             )
+        self._check_splits()
         if self.schedule == AUTO and self.in_flight is not None:
             raise ValueError(
                 f'pipeline.schedule "{AUTO}" finds out itself how many micro-batches to have in '
@@ -94,7 +116,41 @@ class PipelineConfig(Section):
                 f"{self.stages} make {self.ranks}"
             )
         self._check_stages_per_rank()
+        self._check_slices()
         return self
+
+    def _check_splits(self) -> None:
+        if not self.splits:
+            return
+        if self.split != "estimated":
+            raise ValueError(
+                "pipeline.splits has the layers of each stage for each replica: leave "
+                "pipeline.split out"
+            )
+        if self.stages_per_rank > 1:
+            raise ValueError(
+                "pipeline.splits is for one stage on each rank: leave pipeline.stages_per_rank out"
+            )
+        for replica, cut in enumerate(self.splits):
+            if len(cut) != self.stages:
+                raise ValueError(
+                    f"pipeline.splits lists {len(cut)} stages for replica {replica}, but "
+                    f"pipeline.stages is {self.stages}"
+                )
+            if sum(cut) != sum(self.splits[0]):
+                raise ValueError(
+                    f"pipeline.splits places {sum(cut)} layers in replica {replica}, and "
+                    f"{sum(self.splits[0])} in replica 0; each replica holds the whole model"
+                )
+
+    def _check_wire(self) -> None:
+        if isinstance(self.wire, WireTable):
+            self.wire.on_hops(self.stages - 1)
+        if self.wire == AUTO_WIRE and not self.wire_allowed:
+            raise ValueError(
+                f'pipeline.wire "{AUTO_WIRE}" chooses among pipeline.wire_allowed: list there the '
+                'formats whose effect on the loss you accept, such as ["none", "bf16", "int8"]'
+            )
 
     def _check_stages_per_rank(self) -> None:
         # The search itself leaves out what does not go with it.
@@ -117,9 +173,54 @@ class PipelineConfig(Section):
                 f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank above 1'
             )
 
+    def _check_slices(self) -> None:
+        if self.sequence_slices == 1:
+            return
+        if self.memory_limit is not None and self.memory_limit < self.sequence_slices:
+            raise ValueError(
+                f"pipeline.memory_limit {self.memory_limit} counts slices, and those of a sequence "
+                f"are held together: set it to {self.sequence_slices} at least"
+            )
+        # The search with slices is among those with one stage a rank.
+        if self.schedule == AUTO:
+            if self.stages_per_rank > 1:
+                raise ValueError(
+                    f'pipeline.schedule "{AUTO}" with pipeline.sequence_slices has one stage on '
+                    "each rank: leave pipeline.stages_per_rank out"
+                )
+            return
+        if "num_slices" not in GENERATORS[self.schedule].takes:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" does not cut sequences: leave '
+                "pipeline.sequence_slices out, or set pipeline.schedule to "
+                f'{who_take("num_slices")} or "{AUTO}"'
+            )
+
     @property
     def ranks(self) -> int:
         return self.stages // self.stages_per_rank
+
+    @property
+    def wire_formats(self) -> HopFormats | None:
+        """Of each hop between stages; None for "auto", which a forecast decides."""
+        num_hops = self.stages - 1
+        if isinstance(self.wire, WireTable):
+            return self.wire.on_hops(num_hops)
+        return None if self.wire == AUTO_WIRE else HopFormats.alike(self.wire, num_hops)
+
+    @property
+    def may_round(self) -> bool:
+        """Whether what a stage receives may differ from what was sent."""
+        if isinstance(self.wire, WireTable):
+            return self.wire.on_hops(self.stages - 1).lossy
+        return self.wire == AUTO_WIRE or FORMATS[self.wire].lossy
+
+    @property
+    def may_remember(self) -> bool:
+        """Whether what a link sends may depend on what it sent before."""
+        if self.wire_formats is None:
+            return any(FORMATS[name].remembers for name in self.wire_allowed)
+        return self.wire_formats.remembers
 
 
 class TensorParallelConfig(Section):
@@ -160,8 +261,8 @@ class DataParallelConfig(Section):
     """Pipelines that train side by side."""
 
     wire: Annotated[str, Name(FORMATS, lambda form: form.between_replicas)] = "none"
-    """Format of gradients between replicas. "int8" carries its rounding errors into the next step
-    (error feedback)."""
+    """Format of what replicas send each other. From "int8" on rounding errors are carried into the
+    next step (error feedback); "top64" is for "local-sgd"."""
 
     chunk_bytes: Annotated[int, Field(ge=4096)] = 8 << 20
     """Bytes of a gradient that are exchanged at once."""
@@ -187,14 +288,15 @@ class DataParallelConfig(Section):
     staleness: CountOrZero = 0
     """Steps that a replica may be ahead of the slowest, with a parameter server."""
 
-    inner_steps: Count = 100
-    """Steps that each replica takes by itself before "local-sgd" averages."""
+    inner_steps: Count | Literal["auto"] = 100
+    """Steps that each replica takes by itself before "local-sgd" averages; "auto": the fewest with
+    which averaging makes steps on predict.network at most 2 % longer, and 10 at least."""
 
     outer_learning_rate: Positive = 0.7
     """Learning rate of the step on the averaged difference ("local-sgd")."""
 
     outer_momentum: Fraction = 0.9
-    """Nesterov momentum of that step."""
+    """Nesterov momentum of that step; it grows from 0 with the first of them."""
 
     fragments: Count = 1
     """Parts of each stage that are averaged in turns, so that less is sent at once
@@ -203,6 +305,16 @@ class DataParallelConfig(Section):
     overlap: bool = False
     """Whether the outer exchange overlaps the next inner step, and is applied one step late
     ("local-sgd")."""
+
+    @property
+    def averages_when_cheap(self) -> bool:
+        """Whether the simulator chooses `inner_steps`."""
+        return self.active_kind.has_inner_steps and self.inner_steps == "auto"
+
+    @property
+    def known_inner_steps(self) -> int:
+        """`inner_steps`; 1 where they are of no use, or have not been chosen yet."""
+        return 1 if self.inner_steps == "auto" else self.inner_steps
 
     @property
     def active_kind(self) -> Kind:
@@ -269,6 +381,9 @@ class DataParallelConfig(Section):
                 f"{names_where(lambda kind: kind.has_inner_steps)}, not {self.kind!r}: "
                 "leave them out"
             )
+        if self.inner_steps == "auto":
+            # So many at least, as the choice is made for many fragments too.
+            return
         if self.fragments > self.inner_steps:
             raise ValueError(
                 f"data_parallel.fragments is {self.fragments}, but at most one is averaged at each "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dpipe.stage.families import family_of
+from dpipe.stage.families import HUB, family_of
 
 
 def _gpt(
@@ -40,6 +40,8 @@ def filled(table: dict[str, Any]) -> dict[str, Any]:
     # Before anything is validated: what is of another type, the sections refuse by themselves.
     if isinstance(preset, str):
         table = PRESETS.get(preset, {}) | table
+    if isinstance(table.get("hf"), str):
+        table = {"layers": HUB.name} | table
     layers = table.get("layers")
     if isinstance(layers, str) and family_of(layers).ties_embeddings:
         return {"tie_embeddings": True} | table

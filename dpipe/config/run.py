@@ -1,5 +1,6 @@
 """How a run goes: [train], [run], [transport], [timeouts], [predict], [node]."""
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -16,13 +17,14 @@ from dpipe.config.section import (
     Seconds,
     Section,
 )
+from dpipe.optimizers.kinds import OPTIMIZERS
 from dpipe.transport.kinds import TRANSPORTS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
 
 class TrainConfig(Section):
-    """Steps, batches, the optimizer (AdamW), precision and evaluation."""
+    """Steps, batches, the optimizer, precision and evaluation."""
 
     steps: Count = 100
     """Optimizer steps of the whole run. A resumed run ends at the same step."""
@@ -40,17 +42,28 @@ class TrainConfig(Section):
     min_learning_rate: NotNegative = 0.0
     """The learning rate at the end of the decay."""
 
+    epochs: Positive | None = None
+    """Passes over the training data, in place of steps, which follow from it. Left out: steps."""
+
     warmup_steps: CountOrZero = 0
     """Steps in which the learning rate rises linearly from 0 to learning_rate."""
+
+    warmup_ratio: Fraction = 0.0
+    """The same as a share of all steps, in place of warmup_steps."""
 
     decay: Literal["cosine", "linear", "none"] = "cosine"
     """How the learning rate falls from learning_rate to min_learning_rate until the last step."""
 
+    optimizer: Annotated[str, Name(OPTIMIZERS)] = "adamw"
+    """How parameters step. "muon" steps matrices between embedding and head, and by AdamW the rest;
+    "adamw_8bit" needs torchao."""
+
     weight_decay: NotNegative = 0.1
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, of matrices alone; with "sgd" it is a penalty in the gradient."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's decay rates of the first and the second moment."""
+    """Decay rates of the first and the second moment; the first is the momentum of "sgd" and
+    "muon"."""
 
     clip_norm: NotNegative = 1.0
     """Gradients are scaled down to this norm, taken over all stages; 0 does not clip."""
@@ -76,6 +89,10 @@ class TrainConfig(Section):
     eval_batches: Count = 4
     """Batches of an evaluation."""
 
+    patience: Count | None = None
+    """Evaluations in a row without a lower held-out loss after which the run ends. Left out: it
+    goes on to the last step."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.parameters not in ("fp32", self.precision):
@@ -84,7 +101,18 @@ class TrainConfig(Section):
                 f"train.precision is {self.precision!r}: set both to the same, or leave "
                 "train.parameters out"
             )
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                "train.warmup_steps and train.warmup_ratio say the same: leave one of them out"
+            )
+        if self.patience is not None and self.eval_every is None:
+            raise ValueError("train.patience counts evaluations: set train.eval_every too")
         return self
+
+    @property
+    def rising_steps(self) -> int:
+        """Of the learning rate."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * self.steps)
 
     @property
     def waits_for_verdict(self) -> bool:
@@ -114,8 +142,16 @@ class RunConfig(Section):
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
 
+    keep_best: bool = False
+    """Whether the checkpoint with the lowest held-out loss is kept too, for --best of `dpipe
+    export` and `dpipe generate`."""
+
     tensorboard: bool = True
     """Whether FOLDER/tensorboard is written."""
+
+    log_format: Literal["text", "json"] = "text"
+    """How lines of the logs are written: "json" is an object a line with time, level, rank and
+    message, for what collects logs."""
 
     sample: str | None = None
     """A prompt that the finished model continues in the summary. Left out: none."""
@@ -146,6 +182,10 @@ class TransportConfig(Section):
     connections: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """TCP connections a link. "auto": as many as it takes to fill a link of predict.network."""
 
+    congestion_control: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] | None = None
+    """TCP's congestion control on the links, such as "reno" or "bbr", with kind = "tcp" on Linux.
+    Those in net.ipv4.tcp_allowed_congestion_control need no root. Left out: the host's."""
+
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     """Bytes of a message that are written at once; "tcp" writes at most 524288."""
 
@@ -174,6 +214,18 @@ class TimeoutsConfig(Section):
     """Seconds without a sign of life after which a rank counts as lost, and in which a broken
     connection can be dialled again. The default outlasts the live migration of a virtual machine.
     A process that has ended is noticed within a second."""
+
+
+class GuardConfig(Section):
+    """Copies of each rank's layers in the memory of other machines, for a run whose machines come
+    and go."""
+
+    every: Count | None = None
+    """Steps between two copies. A run that loses a machine goes on from the last one. Left out: as
+    few as are predicted to cost less than 1 % of the run, and to be sent while links are idle."""
+
+    copies: CountOrZero = 1
+    """Machines that hold a copy of each layer besides the one that trains it."""
 
 
 class PredictConfig(Section):
@@ -213,6 +265,10 @@ class NodeConfig(Section):
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port that links listen on; 0 takes any free one."""
+
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on which rank 0 serves its metrics to Prometheus, at `bind` or else on loopback, without
+    a token; 0 takes any free one. Left out: none."""
 
     device: str = "cpu"
     """"cpu", "cuda" (each process of a machine takes the next GPU), or one GPU, such as

@@ -88,19 +88,23 @@ class Name:
         choices: Mapping[str, Choice],
         allowed: Callable[[Choice], bool] = lambda choice: True,
         *,
+        others: tuple[str, ...] = (),
         pattern: str | None = None,
         matches: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """`allowed` leaves out choices that this key does not offer. Names that no table holds are
-        accepted where `matches` is true of them; `pattern` shows their form to people.
+        """`allowed` leaves out choices that this key does not offer; `others` are names besides.
+        Those that no table holds are accepted where `matches` is true of them; `pattern` shows
+        their form to people.
         """
         self._choices: Mapping[str, Any] = choices
         self._allowed: Callable[[Any], bool] = allowed
+        self._others = others
         self._pattern = pattern
         self._matches = matches
 
     def names(self) -> list[str]:
-        return [name for name, choice in self._choices.items() if self._allowed(choice)]
+        offered = [name for name, choice in self._choices.items() if self._allowed(choice)]
+        return [*offered, *self._others]
 
     def shown(self) -> list[str]:
         """The names, and the pattern of others that are accepted."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from site import getusersitepackages
 
 from dpipe.errors import ConfigError
-from dpipe.stage.families import FAMILIES
+from dpipe.stage.families import FAMILIES, HUB
 
 GROUP = "dpipe.models"
 # a virtual environment may lie in the working folder
@@ -33,7 +33,7 @@ def refuse_untrusted(layers: str, *, trust_code: bool) -> None:
     """Raises `ConfigError` if `layers`, a `model.layers` that has been checked, names code from
     somewhere else and `trust_code` is false.
     """
-    if trust_code or layers in FAMILIES or _is_declared(layers):
+    if trust_code or layers in (*FAMILIES, HUB.name) or _is_declared(layers):
         return
     module, _, _ = layers.partition(":")
     folder = Path.cwd().resolve()
@@ -44,7 +44,7 @@ def refuse_untrusted(layers: str, *, trust_code: bool) -> None:
                 f"model.layers {layers!r} would run code that is {where}: neither in the working "
                 f"folder {folder} nor declared by an installed package as one of its {GROUP}; if "
                 "you trust who wrote this configuration, add --trust-code (in Python: "
-                "trust_code=True)"
+                "trust_code=True); a sweep of scripts/ runs only what is the user's or declared"
             )
 
 

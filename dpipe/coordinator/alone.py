@@ -19,6 +19,7 @@ class Alone(Coordination):
         on_upload: Callable[[int, str, bytes], None] | None = None,
     ) -> None:
         self.addresses: dict[int, str | None] = {0: advertised}
+        self.link_secrets: dict[int, bytes] = {}
         self._on_upload = on_upload
         self._over: RunAborted | None = None
         self._callbacks: list[Callable[[RunAborted], None]] = []
@@ -33,11 +34,15 @@ class Alone(Coordination):
         return gathered
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
-        if self._over is None:
-            self._over = RunAborted(f"rank 0 failed: {reason}")
-            for callback in self._callbacks:
-                callback(self._over)
+        self.give_up(RunAborted(f"rank 0 failed: {reason}"))
+        assert self._over is not None
         return self._over
+
+    def give_up(self, error: RunAborted) -> None:
+        if self._over is None:
+            self._over = error
+            for callback in self._callbacks:
+                callback(error)
 
     def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
         if self._over:

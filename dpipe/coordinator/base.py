@@ -54,6 +54,8 @@ class Coordination(Protocol):
     rank: int
     world_size: int
     addresses: dict[int, str | None]
+    # By rank: what this rank and that one know, besides the coordinator, and no other rank.
+    link_secrets: dict[int, bytes]
 
     @property
     def clock_offset_ns(self) -> int:
@@ -86,6 +88,11 @@ class Coordination(Protocol):
 
     def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
         """Call `callback` once, from some thread, when the run aborts; at once if it has."""
+
+    def give_up(self, error: RunAborted) -> None:
+        """End the run for this rank alone, at once and without a word: every wait here raises
+        `error`, and the `on_abort` callbacks get it. From any thread, also while it joins.
+        """
 
     def upload(self, kind: str, payload: bytes) -> None:
         """Queue `payload` for the server's `on_upload`, which gets it before `leave` returns."""

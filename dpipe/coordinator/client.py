@@ -25,7 +25,7 @@ from dpipe.coordinator.frame import METHOD, PROTOCOL, assemble
 from dpipe.coordinator.limits import FROM_COORDINATOR, REASON_CHARACTERS, check
 from dpipe.coordinator.line import GONE_S, Line
 from dpipe.errors import DpipeError, JoinError, RunAborted, TransferError
-from dpipe.session.frames import Frames
+from dpipe.session.frames import MessageFrames
 from dpipe.session.greeting import Greeted
 from dpipe.session.grpc_stream import Dialling, GrpcStream
 from dpipe.session.redial import GREETING_S, dial_again
@@ -69,6 +69,7 @@ class Coordinator(Coordination):
         self.rank: int = join.rank
         self.world_size: int = join.world_size
         self.addresses: dict[int, str | None] = {}
+        self.link_secrets: dict[int, bytes] = {}
         self._address = address
         self._join = join
         self._security = security
@@ -152,12 +153,16 @@ class Coordinator(Coordination):
         join_s: float = 120.0,
         heartbeat_s: float = 40.0,
         on_wait: Callable[[str], None] = lambda text: None,
+        on_attempt: Callable[["Coordinator"], None] = lambda coordinator: None,
     ) -> "Coordinator":
         """Wait for the coordinator at `address` (`host:port`) to come up, then for all ranks.
 
         `shared` must be equal on all ranks; `advertised` is where others reach this one; `on_wait`
-        is told, from some thread, what this rank waits for. Raises `JoinError` where some rank is
-        missing after `join_s`, and at once where this rank or another one is refused.
+        is told, from some thread, what this rank waits for; `on_attempt` gets each attempt before
+        it begins, the last of which is what this returns, and may let it `give_up`.
+
+        Raises `JoinError` where some rank is missing after `join_s`, and at once where this rank or
+        another one is refused.
         """
         text = json.dumps(shared, sort_keys=True)
         join = pb.Join(
@@ -170,11 +175,15 @@ class Coordinator(Coordination):
         while True:
             self = cls(address, join, security, heartbeat_s, say)
             try:
+                on_attempt(self)
                 self._open(deadline)
                 self._wait_for_welcome(deadline - time.monotonic())
                 return self
             except _NotThere as why:
+                over = self._over  # that it was told to give up
                 self.close()
+                if over:
+                    raise over from None
                 if time.monotonic() + retry_s > deadline:
                     raise _nobody(address, join_s, str(why)) from None
                 say(f"waiting for the coordinator at {address} ({why})")
@@ -195,6 +204,7 @@ class Coordinator(Coordination):
             ) from None
         for rank, address in enumerate(welcome.addresses):
             self.addresses[rank] = address.advertised if address.HasField("advertised") else None
+        self.link_secrets = dict(enumerate(welcome.link_secrets))
         # As many as the estimate takes, at once: the first spans of a run are on the clock already.
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
@@ -248,6 +258,10 @@ class Coordinator(Coordination):
         if over:
             callback(over)
 
+    def give_up(self, error: RunAborted) -> None:
+        self._end(error)
+        self._hang_up()
+
     def leave(self) -> None:
         self._leaving = True
         self._send(pb.ToCoordinator(leave=pb.Leave()))
@@ -259,13 +273,7 @@ class Coordinator(Coordination):
 
     def close(self) -> None:
         self._leaving = True
-        self._closing.set()
-        self._broke.set()
-        dialling = self._dialling
-        if dialling is not None:
-            dialling.cancel()
-        self._line.tell(None)
-        self._session.close()
+        self._hang_up()
         for thread in (self._reader, self._clock_thread):
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(_STOP_S)
@@ -273,6 +281,16 @@ class Coordinator(Coordination):
         self._end(RunAborted(f"rank {self.rank} has closed its line to the coordinator"))
 
     # The stream
+
+    def _hang_up(self) -> None:
+        """Wake whoever dials, reads, writes or attends to the session: it is over."""
+        self._closing.set()
+        self._broke.set()
+        dialling = self._dialling
+        if dialling is not None:
+            dialling.cancel()
+        self._line.tell(None)
+        self._session.close()
 
     def _send(self, message: pb.ToCoordinator) -> None:
         try:
@@ -314,7 +332,7 @@ class Coordinator(Coordination):
         told = self._session.received
         stream, greeted = self._dial(time.monotonic() + GREETING_S, resumes=True)
         try:
-            self._session.attach(Frames(stream), greeted.received, told)
+            self._session.attach(MessageFrames(stream), greeted.received, told)
         except BaseException:
             stream.close()
             raise

@@ -15,7 +15,7 @@ from dpipe.wire.text import visible
 M = TypeVar("M", bound=Message)
 
 METHOD = "/dpipe.wire.v1.Coordinator/Attend"
-PROTOCOL = 2
+PROTOCOL = 3
 # Each frame is a sign of life: even at 1 Mbit/s they come more often than heartbeats.
 FRAME_BYTES = 256 << 10
 

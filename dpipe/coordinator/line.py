@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from dpipe.coordinator.frame import FRAME_BYTES, cut
-from dpipe.session.frames import Frames, Stream
+from dpipe.session.frames import MessageFrames, MessageStream
 from dpipe.session.session import LinkSession
 
 M = TypeVar("M", bound=Message)
@@ -38,8 +38,8 @@ class Line(Generic[M]):
     def num_unsent(self) -> int:
         return self._outbox.qsize()
 
-    def start(self, stream: Stream) -> None:
-        self.session.attach(Frames(stream), 0, 0)
+    def start(self, stream: MessageStream) -> None:
+        self.session.attach(MessageFrames(stream), 0, 0)
         self._writer.start()
 
     def tell(self, message: M | None) -> None:

@@ -10,8 +10,10 @@ seconds), and calls one method at a time. A message to a member goes through its
 its stream.
 """
 
+import hmac
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +43,7 @@ SYMPTOM_GRACE_S = 1.0
 _ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}")
 # Bounds how deep it is nested, too.
 _CONFIGURATION = TypeAdapter(dict[str, Any])
+_SECRET_BYTES = 32
 _FIELDS_SHOWN = 8  # of configurations that differ
 _CHARACTERS_SHOWN = 200  # of a name or a value in them
 
@@ -88,9 +91,11 @@ class Membership:
         self._join_by = now + join_s
         self._ticked_at = now
         self._complete = False
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._over: str | None = None
         self._symptom: tuple[float, str] | None = None
         self._parts: dict[str, dict[int, bytes]] = {}
+        self._left: set[int] = set()
 
     @property
     def over(self) -> bool:
@@ -100,6 +105,10 @@ class Membership:
     def complete(self) -> bool:
         """Whether all ranks have joined; some may have left since."""
         return self._complete
+
+    def has_left(self, rank: int) -> bool:
+        """Whether it is done here: its process may come for the next meeting at this address."""
+        return rank in self._left
 
     # Joining
 
@@ -153,7 +162,15 @@ class Membership:
             addresses = [
                 pb.Address(advertised=advertised(self.members[rank].join)) for rank in ranks
             ]
-            self._tell_all(pb.FromCoordinator(welcome=pb.Welcome(addresses=addresses)))
+            for member in self.members.values():
+                secrets_of = [self._link_secret(member.rank, rank) for rank in ranks]
+                welcome = pb.Welcome(addresses=addresses, link_secrets=secrets_of)
+                member.tell(pb.FromCoordinator(welcome=welcome))
+
+    def _link_secret(self, rank: int, other: int) -> bytes:
+        """The same for both, and for no other pair: who dials a rank proves with it who it is."""
+        lower, higher = sorted((rank, other))
+        return hmac.digest(self._secret, f"{lower}|{higher}".encode(), "sha256")
 
     def _difference(self) -> str | None:
         """How configurations differ from rank 0's, once rank 0 is here, whoever came first."""
@@ -196,6 +213,7 @@ class Membership:
     def leave(self, member: Member) -> None:
         if self.members.get(member.rank) is member:
             del self.members[member.rank]
+            self._left.add(member.rank)
         member.tell(None)
 
     # Ending

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 
 import grpc
@@ -33,7 +34,7 @@ from dpipe.coordinator.membership import (
     other_protocol,
 )
 from dpipe.errors import DpipeError, JoinError, TransferError
-from dpipe.session.frames import Frames
+from dpipe.session.frames import MessageFrames
 from dpipe.session.grpc_stream import SECRET_BYTES, GrpcStream, hello_of
 from dpipe.session.session import LinkSession
 from dpipe.wire.rpc import Security, serve
@@ -105,6 +106,11 @@ class CoordinatorServer:
         # Behind `serve`: where that cannot bind, there is no thread to end.
         self._clock.start()
 
+    def abort(self, reason: str) -> None:
+        """End the run for all ranks; from here on no gather completes."""
+        with self._lock:
+            self._membership.end(reason)
+
     def close(self, wait_s: float = 5.0) -> None:
         """Stop listening, after at most `wait_s` for ranks to leave or to hear of an abort."""
         with self._lock:
@@ -159,6 +165,9 @@ class CoordinatorServer:
                 guest = self._guest_of(hello.from_rank, secret)
                 state = guest.detach(hello.received)
             else:
+                if self._has_left(hello.from_rank):
+                    # As if nobody listened: it dials again until the next coordinator does.
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the meeting before this one ends")
                 if self._is_crowded():
                     context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
                 guest = self._new_guest(hello.from_rank, context.peer())
@@ -173,6 +182,10 @@ class CoordinatorServer:
         state.hello.CopyFrom(hello)
         yield state.SerializeToString()
         yield from stream.outgoing()
+
+    def _has_left(self, rank: int) -> bool:
+        with self._lock:
+            return self._membership.has_left(rank)
 
     def _is_crowded(self) -> bool:
         """Whether no session may begin now: one whose stream broke is kept a while, with its
@@ -205,7 +218,7 @@ class CoordinatorServer:
     def _go_on(self, guest: "_Guest", stream: GrpcStream, arrived: int, told: int) -> None:
         session = guest.line.session
         try:
-            session.attach(Frames(stream), arrived, told)
+            session.attach(MessageFrames(stream), arrived, told)
         except (OSError, DpipeError):
             return stream.give_up()
         LOG.warning(
@@ -220,15 +233,26 @@ class CoordinatorServer:
     def _look_for(self, guest: "_Guest") -> None:
         """End the session of a rank that is gone, before all the time has passed in which it could
         dial again.
+
+            its stream  its process's port  it is gone after
+            closed      refuses             GONE_S
+            closed      no answer, no port  half a silence: its kernel closed the stream, so the
+                                            path is there; whoever lives writes four times in a
+                                            silence, notices, and has as long again to dial
+            silent      refuses             GONE_S
+            silent      no answer, no port  a heartbeat: the path may be cut, or it is stopped
+            any         answers             a heartbeat
         """
         session = guest.line.session
         broke_at = time.monotonic()
         while session.awaits_another() and not self._stopped.wait(_LOOK_S):
-            if session.fell_silent and guest.member and not guest.address:
-                return  # it may be stopped
-            gone = _is_refused(guest.address) if guest.address else True
-            patience_s = GONE_S if guest.address else session.silence_s
-            if gone and time.monotonic() - broke_at > patience_s:
+            answer = _knock(guest.address)
+            patience_s = math.inf
+            if answer is Knock.REFUSED:
+                patience_s = GONE_S
+            elif answer is Knock.NOTHING and not (session.fell_silent and guest.member):
+                patience_s = session.silence_s / 2
+            if time.monotonic() - broke_at > patience_s:
                 session.close(f"{session.why}, and nothing listens there any more")
         if self._stopped.is_set():  # one that began while `close` ended the others
             session.close("the coordinator has stopped")
@@ -365,13 +389,22 @@ class _Guest:
         self.line.join(_STOP_S)
 
 
-def _is_refused(address: str) -> bool:
-    """Whether a host answers at once that nobody listens there."""
+class Knock(Enum):
+    """What comes of dialling where a process should listen."""
+
+    REFUSED = "its host answers that nobody listens there"
+    ANSWERED = "somebody listens"
+    NOTHING = "no answer: a firewall drops it, the path is cut, or there is no address"
+
+
+def _knock(address: str | None) -> Knock:
+    if address is None:
+        return Knock.NOTHING
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
     except ConnectionRefusedError:
-        return True
+        return Knock.REFUSED
     except (OSError, ValueError, OverflowError):
-        return False
-    return False
+        return Knock.NOTHING
+    return Knock.ANSWERED

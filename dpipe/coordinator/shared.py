@@ -28,10 +28,13 @@ class Embedded(Shape):
 
 Csv = Annotated[str, Field(pattern=r"^[ -~\r\n]*$")]
 # Rank 0's plan: the seconds of each layer if they were measured, programs as CSV, the schedule's
-# name. None from the others.
-DECISION = Schema[tuple[list[float] | None, str, str] | None](
-    tuple[list[Finite] | None, Csv, Text] | None
-)
+# name, the formats between stages, forward and backward, layers a stage, and the steps between two
+# averages of replicas. None from the others.
+DECISION = Schema[
+    tuple[list[float] | None, str, str, tuple[list[str], list[str]], list[int], int] | None
+](tuple[list[Finite] | None, Csv, Text, tuple[list[Text], list[Text]], list[Count], Count] | None)
+# The text of the plan that rank 0 has made for the machines that joined; "" from the others.
+PLAN = Schema[str](Annotated[str, Field(max_length=4 << 20)])
 CHECKPOINT_FOUND = Schema[int](Count)  # its step
 PLACE = Schema[Place](Place)
 EMBEDDED = Schema[Embedded](Embedded)

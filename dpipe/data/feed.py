@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from dpipe.config.load import Config
@@ -13,6 +14,7 @@ from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
 from dpipe.data.corpus import Corpus
+from dpipe.data.samples import IGNORED, Ints, Samples
 
 
 class Feed(Protocol):
@@ -52,11 +54,15 @@ class TextFeed:
 
     def held_out(self, index: int) -> Batch:
         size = self.train.batch_size
-        return self._cut(self.corpus.held_out_batch(index, size, self.context))
+        batch = self.corpus.held_out_batch(index, size, self.context)
+        return self._cut(batch)
 
     def _cut(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
-        own = [tensor.chunk(self.num_replicas)[self.replica] for tensor in batch]
-        inputs, targets = (tensor.chunk(self.train.num_microbatches) for tensor in own)
+        parts = []
+        for tensor in batch:
+            own = tensor.chunk(self.num_replicas)[self.replica]
+            parts.append(own.chunk(self.train.num_microbatches))
+        inputs, targets = parts
         return Batch([(tensor,) for tensor in inputs], list(targets))
 
 
@@ -72,7 +78,8 @@ class PairFeed:
     def training(self, step: int) -> Batch:
         # Numbered from 0 in every step, which is part of the key itself.
         numbers = self._share(0)
-        return self._cut(self.pairs.training(self.train.seed, step, numbers))
+        seed = self.train.seed
+        return self._cut(self.pairs.training(seed, step, numbers))
 
     def held_out(self, index: int) -> Batch:
         numbers = self._share(index)
@@ -93,6 +100,50 @@ class PairFeed:
 
 
 @dataclass(frozen=True)
+class SampleFeed:
+    """Micro-batches of sequences of samples: tokens and their positions [B, T]; as targets the
+    tokens behind them, and in one more column how many of the whole batch are learned.
+    """
+
+    samples: Samples
+    train: TrainConfig
+    context: int
+    replica: int = 0
+    num_replicas: int = 1
+
+    def training(self, step: int) -> Batch:
+        size = self.train.batch_size
+        seed = self.train.seed
+        sequences = []
+        for number in range(step * size, (step + 1) * size):
+            sequences.append(self.samples.sequence(seed, number, self.context))
+        return self._cut(sequences)
+
+    def held_out(self, index: int) -> Batch:
+        size = self.train.batch_size
+        sequences = []
+        for number in range(index * size, (index + 1) * size):
+            sequences.append(self.samples.held_out_sequence(number, self.context))
+        return self._cut(sequences)
+
+    def _cut(self, sequences: Sequence[Ints]) -> Batch:
+        # Of all replicas: the mean is over the learned tokens of the whole batch.
+        rows = [self.samples.rows(sequence, self.context) for sequence in sequences]
+        by_row = zip(*rows, strict=True)
+        columns = [np.stack(column) for column in by_row]
+        tokens, positions, targets = map(torch.from_numpy, columns)
+        learned = int((targets != IGNORED).sum())
+        counts = torch.full((len(targets), 1), learned)
+        targets = torch.cat([targets, counts], dim=1)
+        parts = []
+        for tensor in (tokens, positions, targets):
+            own = tensor.chunk(self.num_replicas)[self.replica]
+            parts.append(own.chunk(self.train.num_microbatches))
+        inputs = list(zip(parts[0], parts[1], strict=True))
+        return Batch(inputs, list(parts[2]))
+
+
+@dataclass(frozen=True)
 class NoFeed:
     """For ranks without the first or last stage, and for replay: nothing to read."""
 
@@ -109,14 +160,17 @@ class NoFeed:
 
 def feed_of(
     config: Config,
-    corpus: Corpus | None,
+    corpus: Corpus | Samples | None,
     replica: int = 0,
     num_replicas: int = 1,
 ) -> Feed:
     """What the configured model reads of `corpus`; nothing without one."""
     if corpus is None:
         return NoFeed(config.train.num_microbatches)
+    context = config.model.context
+    if isinstance(corpus, Samples):
+        return SampleFeed(corpus, config.train, context, replica, num_replicas)
     if isinstance(corpus.tokenizer, SentenceTokenizer):
-        pairs = SentencePairs(corpus, corpus.tokenizer, config.model.context)
+        pairs = SentencePairs(corpus, corpus.tokenizer, context)
         return PairFeed(pairs, config.train, replica, num_replicas)
-    return TextFeed(corpus, config.train, config.model.context, replica, num_replicas)
+    return TextFeed(corpus, config.train, context, replica, num_replicas)

@@ -18,16 +18,19 @@ def continue_ids(
     vocab_size: int,
     temperature: float,
     seed: int,
+    end: int | None = None,
 ) -> list[int]:
     """`ids` and `num_tokens` more, each drawn from the model's distribution over the last `context`
     ones.
 
     A model's vocabulary may be larger than the tokenizer's `vocab_size`: words beyond it are never
-    drawn. Any integer is a `seed`.
+    drawn. Any integer is a `seed`. It ends early behind the token `end`.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
     out = list(ids)
     for _ in range(num_tokens):
+        if len(out) > len(ids) and out[-1] == end:
+            break
         window = torch.tensor([out[-context:]])
         x: tuple[torch.Tensor, ...] = (window,)
         for layer in layers:

@@ -1,9 +1,10 @@
 """Text to token ids, and back. Sizes of vocabularies need no torch."""
 
+import string
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from dpipe.config.load import Config
 from dpipe.data.tokenizer_process import (
@@ -14,6 +15,11 @@ from dpipe.data.tokenizer_process import (
     tokenizer_process,
 )
 from dpipe.errors import ConfigError, DataError
+from dpipe.hub.extra import hub_function
+
+# Long runs too: patterns that backtrack without end do so over them.
+_SAMPLE = string.printable + "The fox is quick. " * 8 + "a" * 60 + "b" + " " * 60 + "0" * 60
+_MOST_IDS = 16  # of a character: its bytes, and what a normalizer makes of it
 
 
 def vocabulary_of(config: Config) -> int:
@@ -123,6 +129,32 @@ class FileTokenizer:
                 f"data.tokenizer {self.name} cannot be applied to this text: {error}; take another "
                 "tokenizer"
             ) from None
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The configured one, or that of a published model."""
+    if config.model.hf is not None:
+        words: Tokenizer = words_of(config)
+        return words
+    return open_tokenizer(config.data.tokenizer)
+
+
+def words_of(config: Config) -> Any:
+    """`hub.words.Words` of the published model."""
+    _try_out(hub_function("model:source_of")(config).folder / "tokenizer.json")
+    return hub_function("words:Words")(config)
+
+
+def _try_out(path: Path) -> None:
+    """Load the tokenizer.json of a published model where no more than a process can run out of
+    memory or time, and apply it. Raises `DataError`.
+    """
+    if not path.exists():
+        return
+    tokenizer = FileTokenizer(str(path))
+    num_ids = len(tokenizer.encode(_SAMPLE))
+    if num_ids > _MOST_IDS * len(_SAMPLE):
+        raise DataError(f"{path} makes {num_ids} tokens of {len(_SAMPLE)} characters")
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -13,12 +13,12 @@ local_sgd.py        replicas step by themselves, and average parameters now and 
 
 What they are made of:
 
-optimizer.py        AdamW on whole parameters or on slices of them
+optimizer.py        a rule of `optimizers/` on whole parameters or on slices of them
 flat.py             a stage's parameters as one flat vector
-feedback.py         the wire format between replicas, with error feedback where it rounds much
 direct_exchange.py  reduce-scatter and all-gather over dpipe's links, part by part
 torch_group.py      all-reduce by a torch.distributed group: gloo or NCCL
 background.py       exchanges beside the compute, used a step late where that is wanted
+by_segment.py       replicas that are cut differently: each segment of the layers by itself
 ahead.py            where replicas compute while the last step's gradient is still on its way
 
 To add a kind: declare it in `kinds.py`, with its properties and the "package.module:function" that

@@ -42,7 +42,8 @@ class LookAhead:
         """This replica's gradients times `loss_scale`, one for each of the optimizer's slices."""
         self._own = []
         for s, gradient in zip(self._optimizer.slices, own, strict=True):
-            self._own.append(torch.zeros_like(s.values) if gradient is None else gradient)
+            kept = torch.zeros_like(s.values) if gradient is None else gradient
+            self._own.append(kept)
         self._loss_scale = loss_scale
 
     @torch.no_grad()
@@ -75,7 +76,8 @@ class LookAhead:
         state: dict[str, torch.Tensor] = {}
         if self._own:
             for s, gradient in zip(self._optimizer.slices, self._own, strict=True):
-                name = f"{s.name}.{_OWN}{self._optimizer.range_of(s)}{self._mark}"
+                piece = self._optimizer.range_of(s)
+                name = f"{s.name}.{_OWN}{piece}{self._mark}"
                 state[name] = gradient * self._scale
         return state
 
@@ -87,7 +89,8 @@ class LookAhead:
             names = [f"{s.name}.{key}" for s in slices]
             if not self._own and all(name in moments for name in names):
                 pairs = zip(slices, names, strict=True)
-                self.remember([s.cut(moments[name]) for s, name in pairs], 1.0)
+                found = [s.cut(moments[name]) for s, name in pairs]
+                self.remember(found, 1.0)
 
     @property
     def _scale(self) -> float:

@@ -10,9 +10,10 @@ from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.background import BackgroundExchange, Gradients, Ready
 from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.flat import FlatParameters
-from dpipe.dataparallel.optimizer import AdamSettings, trained
+from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
+from dpipe.optimizers.kinds import OptimizerSettings
 
 
 class Averaging(Protocol):
@@ -25,11 +26,7 @@ class Averaging(Protocol):
         """Where a vector must be."""
 
     def average(
-        self,
-        vector: torch.Tensor,
-        stage: int,
-        ready: Ready,
-        without: Collection[int] = (),
+        self, vector: torch.Tensor, stage: int, ready: Ready, without: Collection[int] = ()
     ) -> list[Traffic]: ...
     def fail(self, error: Exception) -> None: ...
 
@@ -63,7 +60,7 @@ class AllReduce(DataParallel):
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings | None,
+        settings: OptimizerSettings | None,
         averaging: Averaging,
         *,
         lag: int = 0,
@@ -90,12 +87,7 @@ class AllReduce(DataParallel):
                 self._ahead[index] = LookAhead(optimizer, f"@{averaging.replica}")
         self._loss_scale = 1.0
 
-    def begin(
-        self,
-        step: int,
-        learning_rate: float,
-        loss_scale: float,
-    ) -> None:
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         # 1: the exchange takes the scale off, and the optimizer sees the mean alone.
         self._single.begin(step, learning_rate, 1.0)
@@ -106,7 +98,8 @@ class AllReduce(DataParallel):
 
     def start(self, stage: int) -> None:
         if stage in self._ahead:
-            self._ahead[stage].remember(self._flat[stage].gradients(), self._loss_scale)
+            own = self._flat[stage].gradients()
+            self._ahead[stage].remember(own, self._loss_scale)
         if self._rejects:
             self._own[stage] = self._flat[stage].gradients()
         self._background.begin(stage, self._loss_scale, self._averaging.average)

@@ -137,13 +137,7 @@ class BackgroundExchange:
             gradient.exchanged.result()
         return self._pending[stage]
 
-    def delayed_state(
-        self,
-        stage: int,
-        piece: slice,
-        *,
-        whole: bool,
-    ) -> dict[str, torch.Tensor]:
+    def delayed_state(self, stage: int, piece: slice, *, whole: bool) -> dict[str, torch.Tensor]:
         """`piece` of the mean gradients that no step has used yet, for a checkpoint.
 
         Names end in the range of the parameter's elements, unless they are `whole`.
@@ -178,11 +172,7 @@ class BackgroundExchange:
         return torch.empty(self._flat[stage].length, device=self._device)
 
     def _filling(
-        self,
-        stage: int,
-        pending: PendingGradient,
-        gradients: Gradients,
-        factor: float,
+        self, stage: int, pending: PendingGradient, gradients: Gradients, factor: float
     ) -> Ready:
         """Copies a piece of the gradients into the vector when its turn comes, and notes whether
         it is finite.

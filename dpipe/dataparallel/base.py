@@ -4,14 +4,14 @@ What each kind does when. "mean" is the gradient's mean over replicas, here at t
 |..|^2 is a squared norm, for clipping. "back": `finish` waits for the parameters.
 
                    start(s)        report                 step(s, factor)                  finish(s)
-    single         -               |gradient|^2           AdamW                            -
-    all-reduce     average, in     |mean|^2               AdamW on all of it               -
+    single         -               |gradient|^2           step                             -
+    all-reduce     average, in     |mean|^2               step all of it                   -
                    the background
-    sharded        reduce-scatter  |shard of the mean|^2  AdamW on the own shard, then     back
+    sharded        reduce-scatter  |shard of the mean|^2  step the own shard, then         back
                                                           all-gather
     parameter      push            |mean|^2, from the     commit; pull                     back
     server                         server
-    local SGD      -               |gradient|^2 of this   AdamW; every H steps the outer   back
+    local SGD      -               |gradient|^2 of this   step; every H steps the outer    back
                                    replica                step begins
 
 `report` goes into the vote of all ranks on the step (`engine/update.py`), whose result is the
@@ -90,12 +90,7 @@ class DataParallel(Protocol):
         alone.
         """
 
-    def begin(
-        self,
-        step: int,
-        learning_rate: float,
-        loss_scale: float,
-    ) -> None:
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         """A step begins. The gradients of its stages will be multiplied by `loss_scale`; norms and
         state are without it.
         """

@@ -17,15 +17,15 @@ vectors, and have to step alike.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from dpipe.dataparallel.background import Ready
 from dpipe.dataparallel.base import Traffic
-from dpipe.dataparallel.feedback import Wire
 from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
+from dpipe.wire.feedback import Wire
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Links, Pending
 
@@ -47,22 +47,22 @@ class DirectExchange:
         wire: Wire,
         *,
         part_bytes: int = 4 << 20,
+        by_stage: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """A vector is exchanged in parts of about `part_bytes`."""
+        """A vector is exchanged in parts of about `part_bytes`; `by_stage` has the ranks of stages
+        whose replicas are on others than `ranks`.
+        """
         self.links = links
         self.replica = replica
-        self.ranks = ranks
+        self._ranks = ranks
+        self._by_stage = by_stage or {}
         self.wire = wire
         self.buffers = _BufferPool()
         self._part_values = max(1, part_bytes // 4)
         self._routes: dict[tuple[int, TensorSpec], Route] = {}  # by stage and vector
 
     def average(
-        self,
-        vector: torch.Tensor,
-        stage: int,
-        ready: Ready,
-        without: Collection[int] = (),
+        self, vector: torch.Tensor, stage: int, ready: Ready, without: Collection[int] = ()
     ) -> list[Traffic]:
         """Replace `vector` [N] by its mean over replicas, those `without` left out."""
         route = self._route(vector, stage)
@@ -70,11 +70,7 @@ class DirectExchange:
         return exchange.run(route.sends, route.arrivals)
 
     def reduce_scatter(
-        self,
-        vector: torch.Tensor,
-        stage: int,
-        ready: Ready,
-        without: Collection[int] = (),
+        self, vector: torch.Tensor, stage: int, ready: Ready, without: Collection[int] = ()
     ) -> list[Traffic]:
         """Replace this replica's shard of `vector` by its mean over replicas, those `without` left
         out.
@@ -94,10 +90,14 @@ class DirectExchange:
         sends = _with(Role.GATHER, route.sends)
         return exchange.run(sends, _with(Role.GATHER, route.arrivals))
 
+    def ranks_of(self, stage: int) -> Sequence[int]:
+        """By replica, who holds `stage`."""
+        return self._by_stage.get(stage, self._ranks)
+
     def shard(self, length: int) -> slice:
         """The part of a vector of `length` that this replica owns."""
         # Multiplied first: shards differ by one value at most, and each ends where the next begins.
-        count = len(self.ranks)
+        count = len(self._ranks)
         start = length * self.replica // count
         stop = length * (self.replica + 1) // count
         return slice(start, stop)
@@ -109,8 +109,9 @@ class DirectExchange:
         like = TensorSpec.of(vector)
         if (stage, like) not in self._routes:
             num_parts = max(1, -(-vector.numel() // self._part_values))
-            exchange = direct(len(self.ranks), num_parts)
-            self._routes[stage, like] = Route(exchange, self.replica, stage, like, self.wire)
+            exchange = direct(len(self._ranks), num_parts)
+            route = Route(exchange, self.replica, stage, like, self.wire)
+            self._routes[stage, like] = route
         return self._routes[stage, like]
 
 
@@ -132,12 +133,7 @@ class Route:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        replica: int,
-        stage: int,
-        vector: TensorSpec,
-        wire: Wire,
+        self, exchange: Exchange, replica: int, stage: int, vector: TensorSpec, wire: Wire
     ) -> None:
         self.num_parts = exchange.num_parts
         self.stage = stage
@@ -160,7 +156,8 @@ class Route:
     def _leg(self, message: Message) -> Leg:
         tag = f"{self.stage}{message.role} {message.part} of {message.owner}"
         piece = self._exchange.piece(message, *self._vector.shape)
-        values = TensorSpec((piece.stop - piece.start,), self._vector.dtype)
+        size = piece.stop - piece.start
+        values = TensorSpec((size,), self._vector.dtype)
         return Leg(message, tag, piece, values, self._wire.wire_spec(values))
 
 
@@ -210,6 +207,7 @@ class _RunningExchange:
         self._without = without
         self._links = end.links
         self._wire = end.wire
+        self._ranks = end.ranks_of(route.stage)
         # by source: not expected yet
         self._coming: dict[int, deque[Leg]] = {other: deque() for other in route.others}
         self._shares: dict[tuple[int, int], Pending[torch.Tensor]] = {}  # by part and replica
@@ -249,14 +247,17 @@ class _RunningExchange:
             received[replica] = self._share(part, replica)
         total: torch.Tensor | None = None  # a buffer of this exchange, or `mine` itself
         # By replica, whoever was here first: a sum in another order has other bits.
-        for replica in sorted({*received, self._end.replica} - set(self._without)):
+        counted = {*received, self._end.replica}
+        counted.difference_update(self._without)
+        for replica in sorted(counted):
             if replica in received:
                 share = self._wire.decode(received[replica], own.values)
             else:
                 share = self._wire.rounded(mine)
             total = share if total is None else total.add_(share)
         assert total is not None, "not all replicas are left out"
-        torch.div(total, len(self._end.ranks) - len(self._without), out=mine)
+        num_replicas = len(self._ranks) - len(self._without)
+        torch.div(total, num_replicas, out=mine)
         for wire in received.values():
             self._end.buffers.give_back(own.wire, wire)
 
@@ -277,8 +278,9 @@ class _RunningExchange:
             wire = self._wire.encode(self._vector[leg.piece], key)
         else:
             wire = self._mean(leg)
-        rank = self._end.ranks[target]
-        self._sent.append((rank, self._links.send(wire, rank, leg.tag)))
+        rank = self._ranks[target]
+        pending = self._links.send(wire, rank, leg.tag)
+        self._sent.append((rank, pending))
 
     def _finish_sends(self) -> list[Traffic]:
         # The step may write to the vector as soon as this returns.
@@ -297,7 +299,9 @@ class _RunningExchange:
             return self._outgoing[1]
         if not self._reduced:
             self.reduce(part)
-        wire = self._wire.encode(self._vector[leg.piece], (self._route.stage, "gather", part))
+        piece = self._vector[leg.piece]
+        key = (self._route.stage, "gather", part)
+        wire = self._wire.encode(piece, key)
         if self._wire.lossy:  # what the others will read, or replicas would drift apart
             self._put(leg, wire)
         self._outgoing = (part, wire)
@@ -312,7 +316,8 @@ class _RunningExchange:
         leg = self._coming[source].popleft()
         straight = leg.message.role is Role.GATHER and not self._wire.lossy
         into = self._vector[leg.piece] if straight else self._end.buffers.take(leg.wire)
-        pending = self._links.recv(leg.wire, self._end.ranks[source], leg.tag, into)
+        rank = self._ranks[source]
+        pending = self._links.recv(leg.wire, rank, leg.tag, into)
         if leg.message.role is Role.REDUCE:
             self._shares[leg.message.part, source] = pending
         else:

@@ -1,8 +1,8 @@
 """Replicas step by themselves, and average now and then (DiLoCo, Douillard et al. 2023).
 
-Each replica takes `inner_steps` H of AdamW from the same parameters, the anchor. Then the mean over
-replicas of (anchor - parameters) is the gradient of one outer step of SGD with Nesterov momentum,
-which moves the anchor:
+Each replica takes `inner_steps` H of its optimizer from the same parameters, the anchor. Then the
+mean over replicas of (anchor - parameters) is the gradient of one outer step of SGD with Nesterov
+momentum, which moves the anchor:
 
     step            1   2  ..  H              H + 1 ..  2 H
     replica 0     --o---o--..--o-.   mean  .----o---..--o-.
@@ -13,6 +13,10 @@ With F fragments, each a part of every stage, they take turns H / F steps apart,
 exchanged at once. With `overlap` the next step is computed meanwhile, and what a replica learns in
 it is added to the outer step's result (Streaming DiLoCo, Douillard et al. 2025, which mixes the
 two). Without it replicas are bitwise equal after each outer step of all fragments.
+
+The momentum grows with the outer steps, as n / (n + 3) (Nesterov 1983). In the first ones, while
+the learning rate warms up, parameters move far, and a momentum of 0.9 would carry them on in that
+direction for ten outer steps more.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,32 +27,34 @@ import torch
 
 from dpipe.dataparallel.allreduce import Averaging
 from dpipe.dataparallel.background import BackgroundExchange
-from dpipe.dataparallel.base import (
-    DataParallel,
-    Layers,
-    Moments,
-    NamedParameter,
-    Report,
-    Traffic,
-)
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, NamedParameter, Report, Traffic
 from dpipe.dataparallel.flat import FlatParameters
-from dpipe.dataparallel.optimizer import AdamSettings, trained
+from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
+from dpipe.optimizers.kinds import OptimizerSettings
+
+_GROWTH = 3  # of Nesterov's momentum n / (n + 3)
 
 
 @dataclass(frozen=True)
 class OuterSettings:
     inner_steps: int
     learning_rate: float
-    momentum: float
+    momentum: float  # once it has grown
     overlap: bool = False
+
+    def momentum_in(self, rounds: int) -> float:
+        """Of the outer step of this round, from 1."""
+        steps_before = max(0, rounds - 1)
+        growing = steps_before / (steps_before + _GROWTH)
+        return min(self.momentum, growing)
 
 
 def build(setup: ReplicaSetup) -> DataParallel:
     options = setup.options
     outer = OuterSettings(
-        options.inner_steps,
+        options.known_inner_steps,
         options.outer_learning_rate,
         options.outer_momentum,
         overlap=options.overlap,
@@ -74,7 +80,7 @@ class LocalSgd(DataParallel):
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings | None,
+        settings: OptimizerSettings | None,
         outer: OuterSettings,
         averaging: Sequence[Averaging],
         *,
@@ -98,12 +104,7 @@ class LocalSgd(DataParallel):
         self._background = BackgroundExchange({}, averaging[0].fail, lag=0, name=name)
         self._step = 0
 
-    def begin(
-        self,
-        step: int,
-        learning_rate: float,
-        loss_scale: float,
-    ) -> None:
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         self._step = step
         self._single.begin(step, learning_rate, loss_scale)
 
@@ -122,7 +123,7 @@ class LocalSgd(DataParallel):
         self._land(stage)
         inner_steps = self._outer.inner_steps
         for turn, fragment in enumerate(self._fragments[stage]):
-            offset = turn * inner_steps // len(self._averaging)
+            offset = self._offset(turn)
             # By the number of the step alone: all replicas, and a resumed run, launch together.
             if (self._step + 1 - offset) % inner_steps == 0:
                 self._launch(stage, fragment, self._averaging[turn])
@@ -136,7 +137,8 @@ class LocalSgd(DataParallel):
         return self._background.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
-        state = {f"{name}{self._mark}": moment for name, moment in self._single.state().items()}
+        moments = self._single.state()
+        state = {f"{name}{self._mark}": moment for name, moment in moments.items()}
         # The checkpoint itself has replica 0's parameters.
         if self._replica > 0:
             for name, parameter in self._named:
@@ -147,10 +149,11 @@ class LocalSgd(DataParallel):
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         mine = {}
-        if num_updates:  # AdamW has no moments before its first
-            for name, _ in self._named:
-                for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
-                    mine[key] = moments.get(f"{key}{self._mark}", moments[key])
+        if num_updates:  # an optimizer has no state before its first
+            for key in self._single.names():
+                kept = moments.get(f"{key}{self._mark}", moments.get(key))
+                if kept is not None:
+                    mine[key] = kept
         self._single.restore(num_updates, mine)
         if self._replica > 0:
             self._restore_parameters(moments)
@@ -178,12 +181,7 @@ class LocalSgd(DataParallel):
             if kept is not None:
                 parameter.copy_(kept.view_as(parameter))
 
-    def _launch(
-        self,
-        stage: int,
-        fragment: "Fragment",
-        averaging: Averaging,
-    ) -> None:
+    def _launch(self, stage: int, fragment: "Fragment", averaging: Averaging) -> None:
         difference = fragment.take_off()
 
         def exchange() -> list[Traffic]:
@@ -192,11 +190,20 @@ class LocalSgd(DataParallel):
         fragment.landed = self._background.submit(exchange)
 
     def _land(self, stage: int) -> None:
-        for fragment in self._fragments[stage]:
+        for turn, fragment in enumerate(self._fragments[stage]):
             if fragment.landed is not None:
                 # Its messages have deadlines.
                 fragment.landed.result()
-                fragment.land(self._outer)
+                fragment.land(self._outer, self._rounds(turn))
+
+    def _offset(self, turn: int) -> int:
+        """When the fragment whose turn it is is averaged first, in steps."""
+        return turn * self._outer.inner_steps // len(self._averaging)
+
+    def _rounds(self, turn: int) -> int:
+        """The outer steps of a fragment so far, by the number of the step alone."""
+        steps = self._step + 1 - self._offset(turn)
+        return steps // self._outer.inner_steps
 
 
 class Fragment:
@@ -223,18 +230,21 @@ class Fragment:
         return torch.sub(self.anchor, self.base, out=self.difference)
 
     @torch.no_grad()
-    def land(self, outer: OuterSettings) -> None:
-        """The outer step (Sutskever et al. 2013, as torch.optim.SGD has it)."""
+    def land(self, outer: OuterSettings, rounds: int) -> None:
+        """One outer step (Sutskever et al. 2013, as torch.optim.SGD has it)."""
         self.landed = None
-        self.momentum.mul_(outer.momentum).add_(self.difference)
+        momentum = outer.momentum_in(rounds)
+        self.momentum.mul_(momentum).add_(self.difference)
         # In place: the difference has done its work, and is made anew at the next take-off.
-        nesterov = self.difference.add_(self.momentum, alpha=outer.momentum)
+        nesterov = self.difference.add_(self.momentum, alpha=momentum)
         self.anchor.sub_(nesterov, alpha=outer.learning_rate)
         for index, parameter in enumerate(self.flat.parameters):
-            agreed = self.flat.view(self.anchor, index).to(parameter.device)
+            anchor = self.flat.view(self.anchor, index)
+            agreed = anchor.to(parameter.device)
             if outer.overlap:
                 # What this replica has learned meanwhile stays.
-                base = self.flat.view(self.base, index).to(parameter.device)
+                base = self.flat.view(self.base, index)
+                base = base.to(parameter.device)
                 parameter.add_(agreed - base)
             else:
                 parameter.copy_(agreed)
@@ -272,17 +282,13 @@ class Fragment:
         whole = slice(0, self.flat.length)
         self.flat.fill(vector, whole, self.flat.parameters, 1.0)
 
-    def _restore(
-        self,
-        vector: torch.Tensor,
-        moments: Moments,
-        key: str,
-    ) -> bool:
+    def _restore(self, vector: torch.Tensor, moments: Moments, key: str) -> bool:
         """Fill `vector` where the checkpoint has `key` of every parameter; whether it has."""
         parts = [moments.get(f"{name}.{key}") for name in self.flat.names]
         if not parts or any(part is None for part in parts):
             return False
-        self.flat.fill(vector, slice(0, self.flat.length), parts, 1.0)
+        whole = slice(0, self.flat.length)
+        self.flat.fill(vector, whole, parts, 1.0)
         return True
 
 
@@ -298,7 +304,8 @@ def fragments(
     before = 0
     runs: list[list[NamedParameter]] = [[] for _ in range(count)]
     # The tied ones first, others in the order they have: `sorted` is stable.
-    for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
+    in_turn = sorted(named, key=lambda pair: pair[0] not in tied)
+    for name, parameter in in_turn:
         if name in tied:
             turn = 0
         else:

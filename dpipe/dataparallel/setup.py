@@ -3,14 +3,14 @@ the configuration says.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dpipe.dataparallel.base import Layers
 from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.torch_group import TorchGroup
+from dpipe.optimizers.kinds import OptimizerSettings
+from dpipe.wire.feedback import wire
 from dpipe.wire.transfer import Links
 
 
@@ -30,7 +30,7 @@ class Options(Protocol):
     @property
     def staleness(self) -> int: ...
     @property
-    def inner_steps(self) -> int: ...
+    def known_inner_steps(self) -> int: ...
     @property
     def outer_learning_rate(self) -> float: ...
     @property
@@ -46,7 +46,7 @@ class ReplicaSetup:
     """`open_torch_group` makes the group of `group = "torch"`; all replicas call it, or none."""
 
     stages: Mapping[int, Layers]  # of this rank
-    adam: AdamSettings
+    settings: OptimizerSettings  # of the optimizer
     learns: bool  # false where stages are replayed: bytes move, and no rank steps
     options: Options
     replica: int  # this rank's index in `ranks`
@@ -59,11 +59,13 @@ class ReplicaSetup:
     # parameters that another rank counts in the norm of the gradient
     uncounted: Collection[str] = ()
     tied: Collection[str] = ()  # copies of a shared weight
+    # where replicas are cut differently, `stages` are segments, each with ranks of its own
+    ranks_by_stage: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
-    def optimizer(self) -> AdamSettings | None:
+    def optimizer(self) -> OptimizerSettings | None:
         """What this rank steps by, if it does."""
-        return self.adam if self.learns else None
+        return self.settings if self.learns else None
 
     def exchange(self, wire_name: str) -> DirectExchange:
         """A new exchange among the replicas, whose wire owes nothing yet."""
@@ -73,4 +75,5 @@ class ReplicaSetup:
             self.ranks,
             wire(wire_name),
             part_bytes=self.options.chunk_bytes,
+            by_stage=self.ranks_by_stage,
         )

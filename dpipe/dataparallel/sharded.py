@@ -3,7 +3,7 @@
 
     start(s)     reduce-scatter of the gradient         in the background
     report()     squared norm of the own shard
-    step(s)      AdamW on the own shard; then all-gather of the parameters, in the background
+    step(s)      step the own shard; then all-gather of the parameters, in the background
     finish(s)    the other shards' parameters are here
 
 The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the memory. Gradients may
@@ -26,8 +26,9 @@ from dpipe.dataparallel.background import BackgroundExchange, Gradients
 from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.flat import FlatParameters, parameter_slice
-from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
+from dpipe.dataparallel.optimizer import Optimizer, Slice, trained
 from dpipe.dataparallel.setup import ReplicaSetup
+from dpipe.optimizers.kinds import OptimizerSettings
 
 
 def build(setup: ReplicaSetup) -> DataParallel:
@@ -50,7 +51,7 @@ class Sharded(DataParallel):
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings | None,
+        settings: OptimizerSettings | None,
         gradients: DirectExchange,
         parameters: DirectExchange,
         *,
@@ -78,12 +79,7 @@ class Sharded(DataParallel):
         self._rate = 1.0
         self._loss_scale = 1.0
 
-    def begin(
-        self,
-        step: int,
-        learning_rate: float,
-        loss_scale: float,
-    ) -> None:
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         for stage, ahead in self._ahead.items():
             # It may still be away, from a step that was aborted.
             ahead.come_back()
@@ -98,7 +94,8 @@ class Sharded(DataParallel):
     def start(self, stage: int) -> None:
         if stage in self._ahead:
             self._held[stage] = self._flat[stage].gradients()
-            self._ahead[stage].remember(self._shards[stage].gradients(), self._loss_scale)
+            own = self._shards[stage].gradients()
+            self._ahead[stage].remember(own, self._loss_scale)
         else:
             self._background.begin(stage, self._loss_scale, self._gradients.reduce_scatter)
 
@@ -189,7 +186,8 @@ class Sharded(DataParallel):
         self._held = {}
 
     def _begin_gather(self, stage: int) -> None:
-        self._gathering[stage] = self._background.submit(lambda: self._gather(stage))
+        gather = partial(self._gather, stage)
+        self._gathering[stage] = self._background.submit(gather)
 
     @torch.no_grad()
     def _gather(self, stage: int) -> list[Traffic]:
@@ -203,7 +201,8 @@ class Sharded(DataParallel):
         behind = slice(piece.stop, flat.length)
         for other in (before, behind):
             for segment in flat.segments(other):
-                elements = flat.parameters[segment.index].view(-1)
+                parameter = flat.parameters[segment.index]
+                elements = parameter.view(-1)
                 elements[segment.start : segment.stop] = vector[segment.here]
         self._background.give_back(stage, vector)
         return traffic
@@ -213,10 +212,7 @@ class OwnedShard:
     """What one replica owns of a stage: `piece` of its vector, and the optimizer for it."""
 
     def __init__(
-        self,
-        flat: FlatParameters,
-        piece: slice,
-        settings: AdamSettings | None,
+        self, flat: FlatParameters, piece: slice, settings: OptimizerSettings | None
     ) -> None:
         self.piece = piece
         self._flat = flat
@@ -227,7 +223,8 @@ class OwnedShard:
             values = parameter_slice(parameter, segment.start, segment.stop)
             decays = parameter.ndim >= 2
             name = flat.names[segment.index]
-            self._slices.append(Slice(name, segment.start, segment.stop, values, decays))
+            owned = Slice(name, segment.start, segment.stop, values, decays)
+            self._slices.append(owned)
         self.optimizer = Optimizer(self._slices, settings, whole=False)
 
     def squares(self, gradient: torch.Tensor, uncounted: Collection[str]) -> dict[int, float]:
@@ -249,17 +246,14 @@ class OwnedShard:
         gradients: list[torch.Tensor | None] = []
         for segment, s in zip(self._segments, self._slices, strict=True):
             whole = self._flat.parameters[segment.index].grad
-            gradients.append(None if whole is None else s.cut(whole).clone())
+            own = None if whole is None else s.cut(whole).clone()
+            gradients.append(own)
         return gradients
 
-    def step(
-        self,
-        gradient: torch.Tensor,
-        factor: float,
-        learning_rate: float,
-    ) -> None:
+    def step(self, gradient: torch.Tensor, factor: float, learning_rate: float) -> None:
         for segment, s in zip(self._segments, self._slices, strict=True):
-            s.values.grad = (gradient[segment.here] * factor).to(s.values)
+            scaled = gradient[segment.here] * factor
+            s.values.grad = scaled.to(s.values)
         self.optimizer.step(learning_rate)
         # A copy of the vector's piece, as large as the shard.
         for s in self._slices:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
-from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
+from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 from dpipe.dataparallel.setup import ReplicaSetup
+from dpipe.optimizers.kinds import OptimizerSettings
 
 
 def build(setup: ReplicaSetup) -> DataParallel:
@@ -15,7 +16,7 @@ def build(setup: ReplicaSetup) -> DataParallel:
 
 
 class Single(DataParallel):
-    """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which
+    """Steps the stages of one rank. The norm leaves out the parameters `uncounted`, which
     another rank counts.
 
     A parameter that no backward pass has reached steps as by zeros, which are what the other kinds
@@ -28,23 +29,19 @@ class Single(DataParallel):
     def __init__(
         self,
         stages: Mapping[int, Layers] | None = None,
-        settings: AdamSettings | None = None,
+        settings: OptimizerSettings | None = None,
         uncounted: Collection[str] = (),
     ) -> None:
         self._stages = stages or {}
         self._uncounted = uncounted
         self.optimizers: dict[int, Optimizer] = {}
         for index, stage in self._stages.items():
-            self.optimizers[index] = Optimizer(whole(trained(stage)), settings, whole=True)
+            slices = whole(trained(stage))
+            self.optimizers[index] = Optimizer(slices, settings, whole=True)
         self._rate = 0.0
         self._loss_scale = 1.0
 
-    def begin(
-        self,
-        step: int,
-        learning_rate: float,
-        loss_scale: float,
-    ) -> None:
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         self._rate = learning_rate
         self._loss_scale = loss_scale
 
@@ -95,6 +92,13 @@ class Single(DataParallel):
         for optimizer in self.optimizers.values():
             state |= optimizer.state()
         return state
+
+    def names(self) -> list[str]:
+        """Of the state that `restore` takes."""
+        names = []
+        for optimizer in self.optimizers.values():
+            names += optimizer.names()
+        return names
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         for optimizer in self.optimizers.values():

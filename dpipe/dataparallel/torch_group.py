@@ -62,11 +62,7 @@ class TorchGroup:
         )
 
     def average(
-        self,
-        vector: torch.Tensor,
-        stage: int,
-        ready: Ready,
-        without: Collection[int] = (),
+        self, vector: torch.Tensor, stage: int, ready: Ready, without: Collection[int] = ()
     ) -> list[Traffic]:
         """Replace `vector` [N] by its mean over replicas; raises `PeerLost` where another replica
         is gone. The replicas `without` must give zeros, and are not counted.
@@ -88,13 +84,7 @@ class TorchGroup:
             ) from error
         return traffic
 
-    def _average(
-        self,
-        vector: torch.Tensor,
-        stage: int,
-        ready: Ready,
-        count: int,
-    ) -> list[Traffic]:
+    def _average(self, vector: torch.Tensor, stage: int, ready: Ready, count: int) -> list[Traffic]:
         length = vector.numel()
         in_progress: deque[_Part] = deque()
         traffic: list[Traffic] = []

@@ -34,6 +34,7 @@ class RankReport(Shape):
     optimizer_mb: Finite = 0.0
     gpu_memory_mb: Finite | None = None
     gpu_use_percent: Finite | None = None
+    guarded: Annotated[int, Field(ge=0)] | None = None  # a step, as `Job.guarded` says
 
 
 class Ballot(Shape):

@@ -25,7 +25,9 @@ import torch
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.single import Single
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
+from dpipe.passes.slices import slice_of, slice_spec
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.schedule import Schedule
@@ -34,7 +36,6 @@ from dpipe.stage.base import ComputingStage, Tensors
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane, Span
 from dpipe.transport.base import Transport
-from dpipe.wire.codec import Codec
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Pending
 
@@ -51,8 +52,9 @@ class Parts:
     pp_rank: int
     stages: Mapping[int, ComputingStage]  # those of this rank, by stage
     transport: Transport
-    codec: Codec  # what tensors are on the wire between stages
-    boundaries: Sequence[tuple[TensorSpec, ...]]  # [s]: what stage s gives to stage s + 1
+    codecs: HopCodecs  # what tensors are on the wire between stages
+    # [s]: what stage s gives to stage s + 1, of a whole micro-batch
+    boundaries: Sequence[tuple[TensorSpec, ...]]
     data_parallel: DataParallel  # exchanges gradients with the other replicas
     recorder: Recorder  # notes when each action begins and ends
     # [s]: the weight that stage s shares with the other end of the model
@@ -61,6 +63,7 @@ class Parts:
     tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
     pp_group: Sequence[int] = ()
     streams: Streams = HOST  # of the device: receive, compute, send
+    check: Callable[[], None] = lambda: None  # before each action; raises once the run is over
 
     def global_rank(self, pp_rank: int) -> int:
         return self.pp_group[pp_rank] if self.pp_group else pp_rank
@@ -92,6 +95,7 @@ class Executor:
         program = schedule.programs[self._parts.pp_rank]
         for action in program:
             with self.doing(action, schedule):
+                self._parts.check()
                 run.do(action)
         run.finish()
         loss = run.loss()
@@ -135,6 +139,9 @@ class _Run:
         self._parts = parts
         self._schedule = schedule
         self._batch = batch
+        self._codecs = parts.codecs
+        if not schedule.trains:
+            self._codecs = parts.codecs.without_memory()
         # By the action that made them; each is taken once, so that its memory goes with its use.
         self._made: dict[Action, tuple[Tensors, Mark]] = {}
         self._arriving: dict[Action, list[Receive]] = {}
@@ -202,13 +209,13 @@ class _Run:
         assert m is not None
         last = self._schedule.is_last(action.stage)
         if action.stage == 0:
-            inputs = self._batch.inputs[m]
+            inputs = self._inputs(m)
         else:
             source = self._schedule.requires(action)[0]
             inputs = self._take(source)
         targets = None
         if last and self._batch.targets:
-            targets = self._batch.targets[m]
+            targets = self._targets(m)
         # Forward is the first to read the parameters, which may still be on their way.
         self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
@@ -221,6 +228,28 @@ class _Run:
         else:
             self._made[action] = outputs, self._parts.streams.mark()
 
+    def _inputs(self, piece: int) -> Tensors:
+        """Of the model's first layer."""
+        num_slices = self._schedule.num_slices
+        microbatch = piece // num_slices
+        whole = self._batch.inputs[microbatch]
+        return tuple(self._slice(tensor, piece) for tensor in whole)
+
+    def _targets(self, piece: int) -> torch.Tensor:
+        # The loss of a slice is of the words behind its own tokens.
+        num_slices = self._schedule.num_slices
+        microbatch = piece // num_slices
+        whole = self._batch.targets[microbatch]
+        return self._slice(whole, piece)
+
+    def _slice(self, tensor: torch.Tensor, piece: int) -> torch.Tensor:
+        """What belongs to `piece` of a micro-batch's tensor: all, where sequences are not cut."""
+        num_slices = self._schedule.num_slices
+        if num_slices == 1:
+            return tensor
+        number = piece % num_slices
+        return slice_of(tensor, number, num_slices)
+
     def _backward(
         self,
         action: Action,
@@ -228,12 +257,13 @@ class _Run:
     ) -> None:
         assert action.microbatch is not None
         grads: Tensors = ()
-        if not self._schedule.is_last(action.stage):
-            source = self._schedule.requires(action)[1]  # [0] is this stage's own forward
-            grads = self._take(source)
+        # The first need is this stage's own forward, and none of the slice behind is taken.
+        if self._schedule.takes_gradient(action.stage):
+            needs = self._schedule.requires(action)
+            grads = self._take(needs[1])
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
-        if action.stage > 0:
+        if self._schedule.passes_back(action.stage):
             self._made[action] = input_grads, self._parts.streams.mark()
 
     def _backward_weight(self, action: Action, stage: ComputingStage) -> None:
@@ -245,10 +275,13 @@ class _Run:
         """What `source` made: here, or on another rank, then as soon as it has arrived."""
         if source in self._made:
             return self._made.pop(source)[0]
-        decode = self._parts.codec.decode
         wires = self._wait(source)
         pairs = zip(wires, self._specs(source), strict=True)
-        return tuple(decode(wire, spec) for wire, spec in pairs)
+        tensors = []
+        for position, (wire, spec) in enumerate(pairs):
+            codec = self._codecs.of(source, position)
+            tensors.append(codec.decode(wire, spec))
+        return tuple(tensors)
 
     def _wait(self, recv: Action) -> list[torch.Tensor]:
         """Wait as the transport waits: the host until it is here, or the compute stream alone."""
@@ -275,16 +308,27 @@ class _Run:
         output, one a floating-point tensor.
         """
         if recv.op is Op.RECV_F:
-            return self._parts.boundaries[recv.stage - 1]
-        outputs = self._parts.boundaries[recv.stage]
+            return self._boundary(recv.stage - 1)
+        outputs = self._boundary(recv.stage)
         return tuple(spec for spec in outputs if spec.dtype.is_floating_point)
+
+    def _boundary(self, stage: int) -> tuple[TensorSpec, ...]:
+        whole = self._parts.boundaries[stage]
+        num_slices = self._schedule.num_slices
+        if num_slices == 1:
+            return whole
+        cut = [slice_spec(spec, num_slices) for spec in whole]
+        return tuple(cut)
 
     def _send_made(self, action: Action) -> None:
         (source,) = self._schedule.requires(action)
         tensors, made = self._made.pop(source)
         # Encoded beside compute, not in its way.
         with self._parts.streams.sending(made, tensors):
-            wires = [self._parts.codec.encode(tensor) for tensor in tensors]
+            wires = []
+            for position, tensor in enumerate(tensors):
+                codec = self._codecs.of(action, position)
+                wires.append(codec.encode(tensor))
             for wire in wires:
                 self._send(action, wire)
 
@@ -307,8 +351,10 @@ class _Run:
         if action.op is Op.RECV_TIED:
             specs = [TensorSpec.of(self._parts.tied[action.stage])]
         else:
-            wire_spec = self._parts.codec.wire_spec
-            specs = [wire_spec(spec) for spec in self._specs(action)]
+            specs = [
+                self._codecs.of(action, position).wire_spec(spec)
+                for position, spec in enumerate(self._specs(action))
+            ]
         source = self._parts.global_rank(peer(self._schedule, action))
         # The send's own name: both ends check it, so that a message of another action is found out.
         tag = str(counterpart(action, self._schedule.num_stages))

@@ -28,8 +28,8 @@ from dpipe.engine.recorder import Recorder
 from dpipe.engine.update import Update, Verdict, learning_rate
 from dpipe.errors import TransferError
 from dpipe.ranks import ParallelRanks
-from dpipe.report.metrics import Metrics
 from dpipe.report.processor_time import cpu_now
+from dpipe.report.rows import OnRow
 from dpipe.report.timers import Timers
 from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
@@ -72,10 +72,15 @@ class Job:
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
     wants_stop: Callable[[], bool]  # whether a signal has asked for the end
     identity: RunIdentity  # kept in each checkpoint
-    metrics: Metrics | None = None  # rank 0
+    on_row: OnRow | None = None  # rank 0: takes each row of metrics
     streams: Streams = HOST  # of the device
     # MFU of a step of so many seconds; None where it is not known
     utilisation: Callable[[float], float | None] = lambda seconds: None
+    saves_when_stopped: bool = True
+    # With how many steps done, and the newest verdict, once each step has been taken
+    after_step: Callable[[int, Verdict | None], None] = lambda next_step, verdict: None
+    # The newest step before which this rank's state is held elsewhere too; None: there is none
+    guarded: Callable[[], int | None] = lambda: None
 
 
 class Trainer:
@@ -83,9 +88,11 @@ class Trainer:
     rank asks to stop.
     """
 
-    def __init__(self, job: Job, first_step: int = 0) -> None:
+    def __init__(self, job: Job, first_step: int = 0, *, evaluates_first: bool = True) -> None:
         self.job = job
         self.next_step = first_step
+        self.updating = False  # whether some of the state is before `next_step`, and some after it
+        self._evaluates_first = evaluates_first
         self._traces: deque[StepSpans] = deque(maxlen=job.run.trace_steps)
         self._timers = Timers()
         # How long each step took whose verdict is not known yet.
@@ -100,25 +107,51 @@ class Trainer:
         """
         job = self.job
         stopped = False
-        self._evaluate()
+        if self._evaluates_first:
+            self._evaluate()
         self._began = time.perf_counter()
         while self.next_step < job.train.steps and not stopped:
-            stopped = self._one_step(self.next_step)
-            self.next_step += 1
+            verdict = self._one_step(self.next_step)
+            stopped = verdict is not None and verdict.stop
+            job.after_step(self.next_step, verdict)
             ended = self.next_step == job.train.steps
+            saves = ended or self._is_due(job.run.checkpoint_every)
             # A run that is stopped has little time; the one that continues it evaluates first.
             evaluates = self._is_due(job.train.eval_every) and not stopped
             if ended or evaluates:
-                self._evaluate()
+                saves |= self._is_best(self._evaluate())
+                stopped = self._gives_up(ended=ended)
                 self._began = time.perf_counter()
-            if ended or stopped or self._is_due(job.run.checkpoint_every):
+            if stopped or saves:
                 # Verdicts first: a step that was not finite must not be saved.
                 stopped |= self._hear_verdicts()
-                self._save()
+                if saves or job.saves_when_stopped:
+                    self._save()
                 self._began = time.perf_counter()
         if self._traces:
             self._upload_traces()
         return self.next_step < job.train.steps
+
+    def _is_best(self, loss: float | None) -> bool:
+        """Whether a checkpoint is to be kept for its held-out loss."""
+        if loss is None:
+            return False
+        best = self.job.update.best
+        return best.hear(self.next_step, loss) and self.job.run.keep_best
+
+    def _gives_up(self, *, ended: bool) -> bool:
+        """Whether the held-out loss has not fallen for too long. All ranks have heard the same."""
+        best = self.job.update.best
+        if ended or not best.gives_up:
+            return False
+        LOG.info(
+            "the held-out loss has not fallen below %.4f for %d evaluations (train.patience): the "
+            "run ends before step %d",
+            best.loss,
+            best.waited,
+            self.next_step,
+        )
+        return True
 
     def _upload_traces(self) -> None:
         """Give rank 0 the spans of the last steps, as many as an upload takes."""
@@ -137,8 +170,8 @@ class Trainer:
             )
         self.job.coordinator.upload("trace", content)
 
-    def _one_step(self, step: int) -> bool:
-        """One step; returns whether the ranks have agreed to stop."""
+    def _one_step(self, step: int) -> Verdict | None:
+        """One step; returns the newest verdict that is known."""
         job = self.job
         cpu_began = cpu_now()
         vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
@@ -165,7 +198,7 @@ class Trainer:
                 self._log(verdict)
         cpu = cpu_now().since(cpu_began)
         self._traces.append(StepSpans(step, spans, cpu))
-        return verdict is not None and verdict.stop
+        return verdict
 
     def _vote_and_step(self, step: int, result: StepResult) -> Verdict | None:
         """The end of the program; returns the newest verdict that is known."""
@@ -185,6 +218,7 @@ class Trainer:
                     stop=stop,
                     report=report,
                 )
+        self.updating = True
         changed = False
         for action in steps:
             doing = job.executor.doing(action, job.schedule)
@@ -192,6 +226,8 @@ class Trainer:
                 changed |= job.update.step(action.stage, decision.factor)
         # Once a step, however many stages live here: it counts the optimizer's steps.
         job.update.num_updates += changed
+        self.next_step += 1
+        self.updating = False
         return decision.verdict
 
     def _hear_verdicts(self) -> bool:
@@ -239,6 +275,7 @@ class Trainer:
             "gpu_memory_mb": None if peak_bytes is None else peak_bytes / 1e6,
             # Only where a row will show it: the driver is asked for it.
             "gpu_use_percent": streams.use_percent() if shown else None,
+            "guarded": self.job.guarded(),
         }
 
     def _log(self, verdict: Verdict) -> None:
@@ -264,8 +301,8 @@ class Trainer:
         ms_per_sample = seconds / self.job.train.batch_size * 1e3
         LOG.info("step %d loss %.4f, %.2f ms a sample", verdict.step, verdict.loss, ms_per_sample)
         LOG.info("%s", self._timers.line())
-        if self.job.metrics is not None:
-            self.job.metrics.write(self._row(verdict, seconds))
+        if self.job.on_row is not None:
+            self.job.on_row(self._row(verdict, seconds))
 
     def _row(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
         """A row of metrics; what differs between ranks is by rank, or by link."""
@@ -284,6 +321,10 @@ class Trainer:
             "ms_per_sample": seconds / train.batch_size * 1e3,
             "tokens_per_s": train.batch_size * self.job.context / seconds,
             "bubble": _mean([report.bubble for report in reports]),
+            "compute_ms": {
+                str(rank): (1 - report.bubble) * seconds * 1e3
+                for rank, report in enumerate(reports)
+            },
             "mb_per_s": rates,
             "memory_mb": _by_rank(reports, "memory_mb"),
             "optimizer_mb": _by_rank(reports, "optimizer_mb"),
@@ -303,12 +344,14 @@ class Trainer:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.next_step % every == 0
 
-    def _evaluate(self) -> None:
-        """Log the held-out loss before `next_step` on every rank; nothing without `eval_every`."""
+    def _evaluate(self) -> float | None:
+        """Log the held-out loss before `next_step` on every rank, and return it; None without
+        `eval_every`.
+        """
         job = self.job
         step = self.next_step
         if job.train.eval_every is None:
-            return
+            return None
         losses: list[float | None] = []
         for index in range(job.train.eval_batches):
             batch = job.feed.held_out(index)
@@ -327,8 +370,9 @@ class Trainer:
             raise TransferError(f"step {step}: no rank sent a held-out loss")
         loss = _mean(means)
         LOG.info("step %d held-out loss %.4f", step, loss)
-        if job.metrics is not None:
-            job.metrics.write({"step": step, "held_out_loss": loss})
+        if job.on_row is not None:
+            job.on_row({"step": step, "held_out_loss": loss})
+        return loss
 
     def _share_part(self, part: dict[str, Any]) -> list[dict[str, Any]]:
         """What each rank has written of the checkpoint."""
@@ -361,6 +405,7 @@ class Trainer:
             layouts,
             first_buffers(job.stages, job.here),
             run=job.identity,
+            best=job.update.best.step if job.run.keep_best else None,
         )
         LOG.info("checkpoint before step %d in %s", step, job.checkpoint_url)
 

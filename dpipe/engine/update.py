@@ -26,6 +26,7 @@ import torch
 from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.base import DataParallel, Report
 from dpipe.engine.ballot import BALLOT, Ballot, RankReport
+from dpipe.engine.best import Best
 from dpipe.errors import CheckpointError, NumericError, TransferError
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import PipelineStage
@@ -68,10 +69,11 @@ class Decision(NamedTuple):
 
 def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up to `learning_rate`, then decay to `min_learning_rate` at the last step."""
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    decaying_steps = max(1, train.steps - train.warmup_steps)
-    done = (step - train.warmup_steps) / decaying_steps
+    rising_steps = train.rising_steps
+    if step < rising_steps:
+        return train.learning_rate * (step + 1) / rising_steps
+    decaying_steps = max(1, train.steps - rising_steps)
+    done = (step - rising_steps) / decaying_steps
     match train.decay:
         case "none":
             share = 1.0
@@ -154,6 +156,7 @@ class Update:
         self._pending: deque[tuple[int, Gathering]] = deque()
         self.loss_scale = LossScale(train.precision == "fp16")
         self.num_updates = 0
+        self.best = Best(train.patience)
 
     def begin(self, step: int) -> None:
         rate = learning_rate(self._train, step)
@@ -245,11 +248,13 @@ class Update:
             self._data_parallel.finish(stage)
         numbers: dict[str, Any] = {"num_updates": self.num_updates}
         numbers |= self.loss_scale.state()
+        numbers |= self.best.state()
         return numbers, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
         self.num_updates = _count_in(numbers, "num_updates")
         self.loss_scale.restore(numbers)
+        self.best.restore(numbers)
         self._data_parallel.restore(self.num_updates, moments)
 
     def _factor(self, verdict: Verdict) -> float | None:

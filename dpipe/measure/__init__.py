@@ -10,6 +10,7 @@ pings.py         delay and jitter
 traffic.py       rate and loss: streams of bytes
 tcp_info.py      what the kernel knows of a TCP connection
 reports.py       what ranks share of what they have found, and its bounds
+doctor.py        what of this machine would hurt a run, and how to mend it
 found.py         all reports put together: machines by name, and links
 
 To add a property of links: a field of a report with its bounds, where it is measured, and its place

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import BoundedSemaphore, Event, Lock, Thread
+from types import MappingProxyType
 
 from dpipe.errors import DpipeError, JoinError
 from dpipe.measure.notes import Notes
@@ -81,6 +82,7 @@ class Connections:
         self._closed = Event()
         self._expecting = Event()  # from then on it is known who may dial
         self._world_size = 0
+        self._link_secrets: Mapping[int, bytes] = {}
         self._strangers = BoundedSemaphore(_STRANGERS)
         self._listener = open_listener(bind, port)
         self.port = int(self._listener.getsockname()[1])
@@ -88,11 +90,18 @@ class Connections:
         self._accepting = Thread(target=self._accept, name=f"dpipe-accept-{rank}", daemon=True)
         self._accepting.start()
 
-    def open(self, addresses: Mapping[int, str | None], timeout_s: float) -> dict[int, str]:
+    def open(
+        self,
+        addresses: Mapping[int, str | None],
+        timeout_s: float,
+        link_secrets: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> dict[int, str]:
         """Dial all that this rank has to dial, within `timeout_s`; returns why the others are not
-        there, by rank. The connections of ranks that dial this one come meanwhile.
+        there, by rank. The connections of ranks that dial this one come meanwhile. Each proves that
+        it knows `link_secrets` of the other, by rank, besides the token: no third rank can.
         """
         self._world_size = len(addresses)
+        self._link_secrets = link_secrets
         self._expecting.set()
         deadline = time.monotonic() + timeout_s
         targets, reasons = self._to_dial(addresses)
@@ -191,7 +200,7 @@ class Connections:
         try:
             raw = dial(address, max(0.001, deadline - time.monotonic()))
             with self._secured(raw, deadline, server=False) as sock:
-                greeting.call(sock, hello, self._security.tokens()[0].encode(), deadline)
+                greeting.call(sock, hello, self._secrets_of(peer)[0], deadline)
                 self._keep(peer, number, sock)
         except TimeoutError:
             return f"rank {peer} at {address} does not answer"
@@ -215,10 +224,9 @@ class Connections:
 
     def _answer(self, raw: socket.socket) -> None:
         deadline = time.monotonic() + _GREETING_S
-        tokens = tuple(token.encode() for token in self._security.tokens())
         try:
             with self._secured(raw, deadline, server=True) as sock:
-                dialler = greeting.answer(sock, lambda hello: tokens, deadline)
+                dialler = greeting.answer(sock, self._secrets_for, deadline)
                 try:
                     # Before the dialler hears of it: what it counts as open is open here too.
                     self._admit(dialler.hello, sock)
@@ -230,6 +238,15 @@ class Connections:
             pass  # a stranger, told so if it greeted
         finally:
             self._strangers.release()
+
+    def _secrets_for(self, hello: Hello) -> tuple[bytes, ...]:
+        """Of which the dialler has to prove one."""
+        self._expecting.wait(_GREETING_S)  # from then on they are known here
+        return self._secrets_of(hello.from_rank)
+
+    def _secrets_of(self, peer: int) -> tuple[bytes, ...]:
+        link_secret = self._link_secrets.get(peer, b"")
+        return tuple(token.encode() + link_secret for token in self._security.tokens())
 
     def _admit(self, hello: Hello, sock: socket.socket) -> None:
         refusal = self._refusal(hello)

@@ -29,6 +29,7 @@ class FoundLinks:
     delays: dict[Pair, Delay] = field(default_factory=dict)  # of both directions
     streams: dict[tuple[int, int], StreamReport] = field(default_factory=dict)  # from, to
     reasons: dict[Pair, str] = field(default_factory=dict)  # why a pair cannot talk
+    in_turns: bool = True  # whether no direction was measured while the other was
 
     def refuse(self, pair: Pair, reason: str) -> None:
         """The first reason stays."""
@@ -167,6 +168,11 @@ def _problems(
     names: Sequence[str], found: FoundLinks, links: Mapping[tuple[int, int], Link]
 ) -> tuple[str, ...]:
     lines = []
+    if not found.in_turns:
+        lines.append(
+            "so many machines are so far apart that links with a round trip of 40 ms or more were "
+            "measured both ways at once: they may carry up to half as much again"
+        )
     for source, target in permutations(range(len(names)), 2):
         ends = f"{names[source]} and {names[target]}"
         reason = found.reasons.get((source, target), "one of them has reported nothing")

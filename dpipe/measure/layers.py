@@ -17,8 +17,8 @@ import torch
 from dpipe.config.load import Config
 from dpipe.data.tokenizer import vocabulary_of
 from dpipe.machines.machine import LayerTime
-from dpipe.plan.probe import recipe_of
 from dpipe.plan.run_plan import DTYPES, check_device, local_device, make_model
+from dpipe.probe.layer_costs import recipe_of
 from dpipe.stage.base import Tensors
 from dpipe.stage.bert import IGNORED
 from dpipe.stage.model import LayeredModel, materialise
@@ -98,8 +98,10 @@ class _Trial:
         masked = torch.rand(shape, generator=generator) < _MASKED
         targets = torch.where(masked, tokens, IGNORED)
         targets[:, 0] = 0  # the second passage follows the first
+        passages = torch.zeros_like(tokens)
         lengths = torch.full((self.micro_batch_size,), model.context, dtype=torch.int32)
-        return (tokens, torch.zeros_like(tokens), lengths), targets
+        inputs = (tokens, passages, lengths)
+        return inputs, targets
 
     def _layer(
         self, index: int, inputs: Tensors, targets: torch.Tensor, streams: Streams

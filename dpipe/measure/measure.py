@@ -31,11 +31,9 @@ from dpipe.measure.reports import (
 )
 from dpipe.measure.rounds import (
     Pair,
-    at_once,
-    durations,
+    Timetable,
     pair_of,
     partner,
-    stream_s,
     tournament,
 )
 from dpipe.measure.traffic import Inflow, Outflow, PeerTraffic, exchange, gbps
@@ -95,7 +93,9 @@ class Measuring:
 
     def _open(self) -> None:
         self._say(f"opening connections between {self._size} machines")
-        reasons = self._connections.open(self._coordinator.addresses, self._connect_s)
+        reasons = self._connections.open(
+            self._coordinator.addresses, self._connect_s, self._coordinator.link_secrets
+        )
         mine = [Problem(peer=peer, reason=reason).model_dump() for peer, reason in reasons.items()]
         # Others may still wait for their deadline.
         shared = self._coordinator.share(
@@ -145,14 +145,16 @@ class Measuring:
     def _stream_in_rounds(self) -> None:
         rounds = tournament(self._size)
         round_trips_s = self._links.round_trips_s()
-        lengths = durations(rounds, round_trips_s)
+        timetable = Timetable(rounds, round_trips_s)
+        lengths = timetable.lengths_s
+        self._links.in_turns = timetable.in_turns
         self._say(
             f"{len(rounds)} rounds of disjoint pairs: at most {sum(lengths) + _TOGETHER_S:.0f} s"
         )
         said_at = time.monotonic()
         for number, (pairs, length_s) in enumerate(zip(rounds, lengths, strict=True)):
             peer = partner(pairs, self._rank)
-            mine = self._stream(peer, length_s, round_trips_s)
+            mine = self._stream(peer, length_s, timetable)
             shared = self._coordinator.share(
                 f"measure/round/{number}", mine.model_dump(), self._wait_s, STREAM_REPORT
             )
@@ -165,9 +167,7 @@ class Measuring:
                 left_s = sum(lengths[number + 1 :]) + _TOGETHER_S
                 self._say(f"round {number + 1} of {len(rounds)}: at most {left_s:.0f} s left")
 
-    def _stream(
-        self, peer: int | None, length_s: float, round_trips_s: Mapping[Pair, float]
-    ) -> StreamReport:
+    def _stream(self, peer: int | None, length_s: float, timetable: Timetable) -> StreamReport:
         """This rank's part of a round."""
         idle = StreamReport(
             gbps=0.0,
@@ -177,13 +177,14 @@ class Measuring:
         )
         if peer is None:
             return idle
-        round_trip_s = round_trips_s.get(pair_of(self._rank, peer))
+        round_trip_s = timetable.round_trips_s.get(pair_of(self._rank, peer))
         sockets = self._connections.peers.get(peer)
         if round_trip_s is None or sockets is None:
             return idle
-        out = Outflow(sockets.data, round_trip_s, stream_s(length_s, round_trip_s))
+        lasts_s = timetable.stream_s(length_s, round_trip_s)
+        out = Outflow(sockets.data, round_trip_s, lasts_s)
         # Of two that take turns the lower rank is first.
-        waits = self._rank > peer and not at_once(round_trip_s)
+        waits = self._rank > peer and not timetable.at_once(round_trip_s)
         flow = PeerTraffic(peer, sockets, out, Inflow(sockets.data), into_first=waits)
         exchange([flow], time.monotonic() + length_s + _LATE_S)
         if flow.problem:

@@ -11,6 +11,8 @@ from dpipe.wire.schema import Count, Schema, Shape, Text
 
 _MAX_GBPS = 1e5
 _MAX_LAYERS = 4096
+# One way. A longer one answers no ping in time, and all machines wait for round trips.
+_MAX_PING_MS = 4000.0
 
 NAME = r"^[\w.:-]{1,90}$"  # of a machine
 Milliseconds = Annotated[float, Field(ge=0, le=MAX_DELAY_MS, allow_inf_nan=False)]
@@ -44,7 +46,7 @@ class DelayReport(Shape):
     """Of the pair with a higher rank."""
 
     peer: Count
-    delay_ms: Annotated[float, Field(ge=0, le=MAX_DELAY_MS, allow_inf_nan=False)]  # one way
+    delay_ms: Annotated[float, Field(ge=0, le=_MAX_PING_MS, allow_inf_nan=False)]  # one way
     jitter_ms: Milliseconds
 
 

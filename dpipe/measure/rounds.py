@@ -23,7 +23,8 @@ _STEADY_S = 0.4
 _ROUND_TRIPS = 12
 # Times that, at most, for a stream that does not become steady: on a busy machine or a lossy link.
 _SPARE = 3.0
-# From so long a round trip on, both directions of a pair are measured at once.
+# Of the time that turns want: with less, links from so long a round trip on take none.
+_LEAST_SHARE = 0.6
 _LONG_S = 0.04
 _MEETING_S = 0.1  # beside round trips, for the two ends of a pair to be there
 
@@ -57,38 +58,52 @@ def partner(pairs: Round, rank: int) -> int | None:
     return None
 
 
-def at_once(round_trip_s: float) -> bool:
-    """Whether both directions of a pair are measured at the same time.
-
-    A long link needs round trips, not bytes, to be measured. On a short one each direction has its
-    turn, so that it shares nothing with the acknowledgements of the other.
-    """
-    return round_trip_s >= _LONG_S
-
-
-def durations(rounds: Sequence[Round], round_trips_s: Mapping[Pair, float]) -> list[float]:
+class Timetable:
     """The most seconds of each round: as its longest link wants and more, where there is time, but
     together at most `ROUNDS_S`. A pair without a round trip is not measured.
+
+    The directions of a pair take turns, so that neither delays the acknowledgements of the other:
+    these would come in bursts, be answered in bursts, and leave the link idle in between (Zhang,
+    Shenker and Clark 1991). Where the rounds have too little time for that, long links, which need
+    round trips to be measured, are measured both ways at once.
     """
-    wanted = []
-    for pairs in rounds:
-        # Rounds begin together on all ranks, so that the longest link decides.
-        lengths = [_wanted_s(round_trips_s[pair]) for pair in pairs if pair in round_trips_s]
-        wanted.append(max(lengths, default=0.0))
-    # Few machines have time to spare for a stream that is slow to settle; many share what there is.
-    share = min(_SPARE, ROUNDS_S / max(sum(wanted), 1e-9))
-    return [seconds * share for seconds in wanted]
 
+    def __init__(self, rounds: Sequence[Round], round_trips_s: Mapping[Pair, float]) -> None:
+        self._rounds = rounds
+        self.round_trips_s = round_trips_s
+        self.in_turns = True
+        wanted = self._wanted_s()
+        if _LEAST_SHARE * sum(wanted) > ROUNDS_S:
+            self.in_turns = False
+            wanted = self._wanted_s()
+        # Few machines have time to spare for a stream that is slow to settle; many share what
+        # there is.
+        share = min(_SPARE, ROUNDS_S / max(sum(wanted), 1e-9))
+        self.lengths_s = [seconds * share for seconds in wanted]
 
-def _wanted_s(round_trip_s: float) -> float:
-    turns = 1 if at_once(round_trip_s) else 2
-    return _around_s(round_trip_s) + turns * (_STEADY_S + _ROUND_TRIPS * round_trip_s)
+    def at_once(self, round_trip_s: float) -> bool:
+        """Whether both directions of a pair are measured at the same time."""
+        return not self.in_turns and round_trip_s >= _LONG_S
 
+    def stream_s(self, round_s: float, round_trip_s: float) -> float:
+        """How long each end of a pair may send in a round of `round_s`."""
+        return max(0.0, round_s - _around_s(round_trip_s)) / self._turns(round_trip_s)
 
-def stream_s(round_s: float, round_trip_s: float) -> float:
-    """How long each end of a pair may send in a round of `round_s`."""
-    turns = 1 if at_once(round_trip_s) else 2
-    return max(0.0, round_s - _around_s(round_trip_s)) / turns
+    def _turns(self, round_trip_s: float) -> int:
+        return 1 if self.at_once(round_trip_s) else 2
+
+    def _wanted_s(self) -> list[float]:
+        wanted = []
+        for pairs in self._rounds:
+            # Rounds begin together on all ranks, so that the longest link decides.
+            known = [pair for pair in pairs if pair in self.round_trips_s]
+            lengths = [self._pair_s(self.round_trips_s[pair]) for pair in known]
+            wanted.append(max(lengths, default=0.0))
+        return wanted
+
+    def _pair_s(self, round_trip_s: float) -> float:
+        stream_s = _STEADY_S + _ROUND_TRIPS * round_trip_s
+        return _around_s(round_trip_s) + self._turns(round_trip_s) * stream_s
 
 
 def _around_s(round_trip_s: float) -> float:

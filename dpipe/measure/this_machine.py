@@ -32,7 +32,7 @@ def describe_this_machine(
     times = time_layers(config, micro_batch_sizes)
     on_gpu = device.startswith("cuda")
     return MachineReport(
-        name=name or _name_of(socket.gethostname()),
+        name=name or name_of_this_machine(),
         device=f"cuda {torch.cuda.get_device_name(device)}" if on_gpu else "cpu",
         cores=len(os.sched_getaffinity(0)),
         devices=torch.cuda.device_count() if config.node.device == "cuda" else 1,
@@ -40,6 +40,11 @@ def describe_this_machine(
         price_per_hour=price_per_hour,
         layers=[LayerReport(**asdict(layer)) for layer in times],
     )
+
+
+def name_of_this_machine() -> str:
+    """Its host name, as a file of machines can have it."""
+    return _name_of(socket.gethostname())
 
 
 def _name_of(host: str) -> str:

@@ -6,7 +6,7 @@ r  the activation that layers pass on        stream
 c  the attention scores of one rank          matrix
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpipe.memory.layers import Peaks, of_parameters
 from dpipe.memory.sizes import TransformerSizes
@@ -28,6 +28,10 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
     kept = r + _statistics(sizes, recompute)
     inside = _dropped_bytes(sizes, recompute)
     inside += 6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r
+    if sizes.slices > 1:
+        # Keys and values lie with those of the other slices.
+        own_bytes = sizes.keys_values // sizes.slices
+        inside -= own_bytes
     peaks = _block_peaks(sizes, recompute, freed)
     if recompute == "full":
         peaks = peaks.remade(inside, r + peaks.forward, _forward_alone(sizes))
@@ -35,7 +39,7 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
         inside = 0
     # Of qkv and mlp_in, which are cut; and whole, of the other two matrices and of two norms.
     biases_and_norms = 7 * sizes.width // sizes.ranks + 6 * sizes.width
-    return of_parameters(
+    block = of_parameters(
         (matrices + biases_and_norms) * sizes.value_bytes,
         largest=largest,
         held_bytes=kept + inside,
@@ -48,6 +52,11 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
         # Otherwise the given gradient has been copied by then.
         keeps_given=not (half or sizes.dropout or sizes.sequence),
         peaks=peaks,
+    )
+    return replace(
+        block,
+        sequence_bytes=sizes.keys_values,
+        shared_bytes=_slice_masks(sizes),
     )
 
 
@@ -289,6 +298,14 @@ def _dropout_bytes(sizes: TransformerSizes) -> int:
     if sizes.half and not sizes.masks:
         return sizes.noise
     return 2 * sizes.noise
+
+
+def _slice_masks(sizes: TransformerSizes) -> int:
+    """What each slice but the first of a sequence may read, in the type of its queries."""
+    value_bytes = 2 if sizes.half else sizes.value_bytes
+    later = range(2, sizes.slices + 1)
+    num_keys = sizes.context * sum(later)
+    return sizes.context * num_keys * value_bytes
 
 
 def _causal_mask(sizes: TransformerSizes) -> int:

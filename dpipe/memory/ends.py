@@ -45,7 +45,7 @@ def embedding_memory(sizes: TransformerSizes, recompute: str, freed: int) -> Lay
 
 def _position_bytes(sizes: TransformerSizes) -> int:
     """The embedding of positions."""
-    return sizes.context * sizes.width * sizes.value_bytes
+    return sizes.context * sizes.slices * sizes.width * sizes.value_bytes
 
 
 def _embedding_peaks(sizes: TransformerSizes, freed: int) -> Peaks:

@@ -61,7 +61,8 @@ def _of_stage(config: Config, size: int) -> int:
     if settings.replicas == 1:
         return 0
     held = settings.active_kind.held
-    in_rows = (held.working + settings.staleness) * size + _rounded_off(config, size)
+    num_rows = held.working + settings.staleness
+    in_rows = num_rows * size + _rounded_off(config, size)
     if held.pieces:
         in_rows += _pieces(config, size)
     if settings.delay:
@@ -93,10 +94,13 @@ def _pieces(config: Config, size: int) -> int:
     if settings.group == "torch":
         return 0
     num_parts = max(1, -(-size // settings.chunk_bytes))  # as `DirectExchange` cuts it
-    piece = wire_bytes(settings.wire, size // _FLOAT // (num_parts * settings.replicas))
+    num_pieces = num_parts * settings.replicas
+    num_values = size // _FLOAT
+    piece = wire_bytes(settings.wire, num_values // num_pieces)
     # What comes back rounded needs a buffer of its own until it is decoded.
     buffers = 2 * num_parts if FORMATS[settings.wire].lossy else num_parts
-    return (settings.replicas - 1) * min(_EXPECTED, buffers) * piece
+    others = settings.replicas - 1
+    return others * min(_EXPECTED, buffers) * piece
 
 
 def _rows_are_counted(config: Config) -> bool:

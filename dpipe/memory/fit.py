@@ -9,7 +9,8 @@ from dpipe.config.load import Config
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.memory.exchange import exchange_bytes, has_moments
 from dpipe.memory.layers import Stages
-from dpipe.memory.walk import LayerMemory, RankMemory, peak_memory
+from dpipe.memory.walk import LayerMemory, RankMemory, StageMemory, peak_memory
+from dpipe.optimizers.kinds import OPTIMIZERS
 from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
 
@@ -21,7 +22,7 @@ def in_run(config: Config, stages: Stages, servers: Sequence[int] = ()) -> Stage
 
     `servers` are as in `exchange_bytes`.
     """
-    stages = [tuple(_with_optimizer(config, layer) for layer in stage) for stage in stages]
+    stages = _with_optimizer(config, stages)
     parameters = [sum(layer.parameter_bytes for layer in stage) for stage in stages]
     exchanges = exchange_bytes(config, parameters, servers)
     exchanging = []
@@ -31,13 +32,36 @@ def in_run(config: Config, stages: Stages, servers: Sequence[int] = ()) -> Stage
     return exchanging
 
 
-def _with_optimizer(config: Config, layer: LayerMemory) -> LayerMemory:
-    """`layer` with what a rank of this run keeps of its optimizer state."""
+def _with_optimizer(config: Config, stages: Stages) -> Stages:
+    """`stages` with what a rank of this run keeps of its optimizer's state."""
+    # Behind the last layer of all but the last stage there is only what it holds of its output.
+    last_stage = len(stages) - 1
+    last_layer = len(stages[-1]) - 1
+    ends = {(0, 0), (last_stage, last_layer)}
+    kept: list[StageMemory] = []
+    for number, stage in enumerate(stages):
+        layers = []
+        for place, layer in enumerate(stage):
+            is_end = (number, place) in ends
+            layers.append(_of_optimizer(config, layer, is_end=is_end))
+        kept.append(tuple(layers))
+    return kept
+
+
+def _of_optimizer(config: Config, layer: LayerMemory, *, is_end: bool) -> LayerMemory:
+    """`layer`, which has what AdamW keeps, with what this run's optimizer does."""
     if not has_moments(config):
         return replace(layer, optimizer_bytes=0, update_bytes=0)
+    kind = OPTIMIZERS[config.train.optimizer]
+    adamw = OPTIMIZERS["adamw"]
     shards = config.data_parallel.active_kind.shards_optimizer
     sharing = config.data_parallel.replicas if shards else 1
-    return replace(layer, optimizer_bytes=layer.optimizer_bytes // sharing)
+    learning_bytes = round(layer.optimizer_bytes * 4 / adamw.state_bytes)
+    return replace(
+        layer,
+        optimizer_bytes=kind.state_of(learning_bytes, is_end=is_end) // sharing,
+        update_bytes=round(layer.update_bytes * kind.step_copies / adamw.step_copies),
+    )
 
 
 def held_by_rank(schedule: Schedule, stages: Stages) -> list[int]:

@@ -14,7 +14,7 @@ matrices (12 u of the 16); sequence parallelism splits all of it (Korthikanti et
 
 The working memory of forward and backward is that of the operation at which most is allocated. It
 was counted on fake tensors, where tests/memory/test_memory.py compares the whole.
-`plan/measured.py` counts so for any model, but takes torch, which `dpipe simulate` of a GPT or a
+`probe/measured.py` counts so for any model, but takes torch, which `dpipe simulate` of a GPT or a
 BERT does not.
 """
 

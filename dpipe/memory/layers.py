@@ -86,13 +86,18 @@ def with_masters(layer: LayerMemory) -> LayerMemory:
 
 
 def with_ends(
-    stages: Sequence[StageMemory], output_bytes: Sequence[int], recompute: str
+    stages: Sequence[StageMemory],
+    output_bytes: Sequence[int],
+    recompute: str,
+    num_frozen: int = 0,
 ) -> tuple[StageMemory, ...]:
     """`stages`, each but the last with what it holds of its output, of `output_bytes[s]`, and of
-    the output's gradient. With `recompute="full"` backward makes the output again.
+    the output's gradient. With `recompute="full"` backward makes the output again; the first
+    `num_frozen` stages keep no output and get no gradient.
     """
-    ended = []
-    for stage, size in zip(stages[:-1], output_bytes, strict=True):
+    ended = list(stages[:num_frozen])
+    pairs = list(zip(stages[:-1], output_bytes, strict=True))
+    for stage, size in pairs[num_frozen:]:
         held_bytes = 0 if recompute == "full" else size
         ended.append((*stage, LayerMemory(held_bytes=held_bytes, given_bytes=size)))
     return (*ended, tuple(stages[-1]))

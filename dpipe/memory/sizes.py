@@ -30,6 +30,7 @@ class TransformerSizes:
     ranks: int = 1  # of the tensor-parallel group
     sequence: bool = False  # sequence parallelism: they split the positions between the matrices
     bert: bool = False  # has token types, and a transform in front of the logits
+    slices: int = 1  # that a sequence is cut into; `context` are the tokens of one
 
     @property
     def value_bytes(self) -> int:
@@ -39,6 +40,15 @@ class TransformerSizes:
     def unit(self) -> int:
         """An activation [B, T, D], whole: u."""
         return self.batch_size * self.context * self.width * self.value_bytes
+
+    @property
+    def keys_values(self) -> int:
+        """Keys and values of the whole sequences, where they are cut into slices."""
+        if self.slices == 1:
+            return 0
+        # Under autocast they have 16 bits.
+        pair = self.part if self.half else 2 * self.part
+        return self.slices * pair
 
     @property
     def part(self) -> int:
@@ -109,7 +119,8 @@ def sizes_of(config: Config) -> TransformerSizes:
     on_cpu = config.node.device == "cpu"
     return TransformerSizes(
         batch_size=config.microbatch_size,
-        context=model.context,
+        context=model.context // config.pipeline.sequence_slices,
+        slices=config.pipeline.sequence_slices,
         width=model.width,
         num_heads=model.num_heads,
         num_layers=model.num_layers,

@@ -27,6 +27,7 @@ class LayerMemory:
     """
 
     parameter_bytes: int = 0  # as they are stored
+    frozen_bytes: int = 0  # of parameters that do not learn
     gradient_bytes: int = 0  # that add up over a step's micro-batches
     optimizer_bytes: int = 0  # of its state, such as AdamW's two moments
     held_bytes: int = 0  # that one micro-batch leaves from F to B, or I
@@ -41,6 +42,10 @@ class LayerMemory:
     # The gradient that a stage's end gets in B and I. It is held until the stage is done, as the
     # stage's output is; while this layer works, both are in its working memory.
     given_bytes: int = 0
+    # Of a whole micro-batch whose sequences are cut into slices: keys and values, from the first
+    # slice's F to its B; and their gradients, from the last slice's B to the first one's.
+    sequence_bytes: int = 0
+    shared_bytes: int = 0  # that the layers of a stage have together, always
     keeps_given: bool = False  # whether that gradient is among what is deferred
     exchange_bytes: int = 0  # buffers of the exchange with replicas, held always
     # Copies of the parameters in half precision that it computes with, beside their masters; as
@@ -108,17 +113,21 @@ class _Walk:
         keeps_gradients: bool,
     ) -> None:
         own = [stages[stage] for stage in schedule.stages_of(rank)]
+        # Such as masks: they are made once, and not given back.
+        shared = [_shared(stage) for stage in own]
+        self._schedule = schedule
         self._stages = stages
         self._keeps_gradients = keeps_gradients
         # Layers whose gradients are not with their masters yet: stage, index in it, layer.
         self._rounded: list[tuple[int, int, LayerMemory]] = []
         # Layers that have gradients: stage, index in it.
         self._made: set[tuple[int, int]] = set()
+        parameters = ("parameter_bytes", "frozen_bytes", "rounded_bytes")
         self._now = RankMemory(
-            parameters=_total(own, "parameter_bytes") + _total(own, "rounded_bytes"),
+            parameters=sum(_total(own, kind) for kind in parameters),
             gradients=_total(own, "gradient_bytes") if keeps_gradients else 0,
             optimizer=_total(own, "optimizer_bytes"),
-            activations=0,
+            activations=sum(shared),
             working=0,
             exchange=_total(own, "exchange_bytes"),
         )
@@ -138,6 +147,11 @@ class _Walk:
 
     def _do(self, action: Action) -> None:
         layers = self._stages[action.stage]
+        self._begin_slice(action, layers)
+        self._compute(action, layers)
+        self._end_slice(action, layers)
+
+    def _compute(self, action: Action, layers: StageMemory) -> None:
         if action.op is Op.F:
             for layer in layers:
                 # In this order: a peak in forward is above what the layer holds at its end.
@@ -167,6 +181,31 @@ class _Walk:
             # Together: the factors of a micro-batch are in one list until all are made.
             self._hold(-sum(layer.deferred_bytes for layer in layers))
             self._collect()
+
+    def _begin_slice(self, action: Action, layers: StageMemory) -> None:
+        """Make room for keys and values in the first F of a micro-batch, and for their gradients in
+        its first B.
+        """
+        number = self._slice(action)
+        # Backward goes from the last slice to the first.
+        last = self._schedule.num_slices - 1
+        first_of = {Op.F: 0, Op.B: last, Op.I: last}
+        if number == first_of.get(action.op):
+            more = _of_sequence(layers)
+            self._hold(more)
+
+    def _end_slice(self, action: Action, layers: StageMemory) -> None:
+        """Both are free behind the last B, which is of the first slice."""
+        is_backward = action.op in (Op.B, Op.I)
+        if is_backward and self._slice(action) == 0:
+            both = 2 * _of_sequence(layers)
+            self._hold(-both)
+
+    def _slice(self, action: Action) -> int | None:
+        if action.microbatch is None:
+            return None
+        num_slices = self._schedule.num_slices
+        return action.microbatch % num_slices
 
     def _backward(
         self,
@@ -238,6 +277,18 @@ class _Walk:
     def _see(self, working: int) -> None:
         if self._now.total + working > self._worst.total:
             self._worst = replace(self._now, working=working)
+
+
+def _shared(layers: StageMemory) -> int:
+    # Equal in all layers that use it, and 0 in the others.
+    sizes = [layer.shared_bytes for layer in layers]
+    return max(sizes)
+
+
+def _of_sequence(layers: StageMemory) -> int:
+    # Keys and values of an attention, or their gradients: as much again.
+    sizes = [layer.sequence_bytes for layer in layers]
+    return sum(sizes)
 
 
 def _total(stages: Sequence[StageMemory], kind: str) -> int:

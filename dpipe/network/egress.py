@@ -29,7 +29,8 @@ class Egress(SharedRate[T]):
         begun: Callable[[T], None] | None = None,
     ) -> None:
         """`rank` is any rank of the machine; `begun` as of `SharedRate`."""
-        super().__init__(network.egress_gbps(rank) * 1e3, begun)
+        bits_per_us = network.egress_gbps(rank) * 1e3
+        super().__init__(bits_per_us, begun)
         self._network = network
         # Beside a faster interface, the default link of one machine does not hold up another's.
         stated_gbps = network.interface(rank).egress_gbps or 0.0
@@ -44,14 +45,16 @@ class Egress(SharedRate[T]):
         if link == self._network.default and not self._apart:
             return Flow(bits_per_us, queue=None)
         machine = self._network.interface(target).ranks[0]
-        return Flow(bits_per_us, machine, link.bandwidth_gbps * 1e3)
+        link_bits_per_us = link.bandwidth_gbps * 1e3
+        return Flow(bits_per_us, machine, link_bits_per_us)
 
 
 class Inside(SharedRate[T]):
     """What one rank sends another of its machine: no interface is between them."""
 
     def __init__(self, network: Network, source: int, target: int) -> None:
-        super().__init__(network.rate_gbps(source, target) * 1e3)
+        bits_per_us = network.rate_gbps(source, target) * 1e3
+        super().__init__(bits_per_us)
 
     def flow(self, source: int, target: int) -> Flow:
         return Flow(math.inf, queue=None)
@@ -70,13 +73,16 @@ class Ingress(SharedRate[T]):
 
     def __init__(self, network: Network, rank: int) -> None:
         """`rank` is any rank of the machine."""
-        super().__init__(network.ingress_gbps(rank) * 1e3)
+        bits_per_us = network.ingress_gbps(rank) * 1e3
+        super().__init__(bits_per_us)
         self._network = network
 
     def flow(self, source: int, target: int) -> Flow:
         # Bits come no faster than they are sent.
         rate_gbps = self._network.rate_gbps(source, target)
-        sent_gbps = min(rate_gbps, self._network.egress_gbps(source))
+        egress_gbps = self._network.egress_gbps(source)
+        bits_per_us = min(rate_gbps, egress_gbps) * 1e3
         machine = self._network.interface(source).ranks[0]
-        link_gbps = self._network.link(source, target).bandwidth_gbps
-        return Flow(sent_gbps * 1e3, machine, link_gbps * 1e3)
+        link = self._network.link(source, target)
+        link_bits_per_us = link.bandwidth_gbps * 1e3
+        return Flow(bits_per_us, machine, link_bits_per_us)

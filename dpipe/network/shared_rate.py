@@ -147,14 +147,18 @@ class SharedRate(ABC, Generic[T]):
             if name not in self._queues:
                 self._queues[name] = _Queue(link.flow.queue_bits_per_us)
             queue = self._queues[name]
-            # Not at its end: it may have waited for its link for longer than others here.
-            insort(queue.moving, moving, key=_by_number)
+            if queue.moving:
+                # Not at its end: it may have waited for its link for longer than others here.
+                insort(queue.moving, moving, key=_by_number)
+            else:
+                queue.moving.append(moving)
             self._measure(queue)
 
     def _settle(self, now_us: float) -> None:
         """Account for what has left since the rates last changed."""
+        passed_us = now_us - self._settled_us
         for moving in self._served:
-            moving.bits_left -= moving.bits_per_us * (now_us - self._settled_us)
+            moving.bits_left -= moving.bits_per_us * passed_us
         self._settled_us = now_us
 
     def _share(self) -> None:
@@ -166,15 +170,31 @@ class SharedRate(ABC, Generic[T]):
             moving.left_us = math.inf
         self._served = []
         left = self._bits_per_us
+        if len(self._queues) == 1:
+            self._serve_one(left)
+            return
         # Max-min fairness: the modest are served first, so that what they leave of their share is
         # known when the others' is cut.
         queues = sorted(self._queues.values(), key=_by_wish)
-        for served, queue in enumerate(queues):
-            share = left / (len(queues) - served)
-            left -= self._serve(queue.moving, min(queue.wanted, share))
-        self._first = min(self._served, key=_by_time_left, default=None)
+        unserved = len(queues)
+        for queue in queues:
+            share = left / unserved
+            unserved -= 1
+            most = min(queue.wanted, share)
+            used = self._serve(queue.moving, most)
+            left -= used
+        self._first = _next_of(self._served)
         if self._first is None and queues:
             self._first = min((queue.moving[0] for queue in queues), key=_by_number)
+
+    def _serve_one(self, bits_per_us: float) -> None:
+        """Of a single queue, as an interface has most of the time."""
+        (queue,) = self._queues.values()
+        most = min(queue.wanted, bits_per_us)
+        self._serve(queue.moving, most)
+        first = queue.moving[0]
+        following = _next_of(self._served)
+        self._first = following or first
 
     def _measure(self, queue: _Queue[T]) -> None:
         """Its members have changed."""
@@ -217,7 +237,14 @@ def _by_wish(queue: _Queue[T]) -> tuple[float, int]:
     return queue.wanted, queue.moving[0].number
 
 
+def _next_of(served: Sequence[_Moving[T]]) -> _Moving[T] | None:
+    """The one that will be through next; of two at once the one that came first."""
+    if len(served) < 2:
+        return served[0] if served else None
+    return min(served, key=_by_time_left)
+
+
 _by_number = attrgetter("number")
-_by_time_left = attrgetter("left_us", "number")  # of two at once the one that came first
+_by_time_left = attrgetter("left_us", "number")
 
 _NOTHING = 1e-9  # share of a rate that is only a rounding error

@@ -30,6 +30,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from dpipe.disk import sync
 from dpipe.errors import CheckpointError, RunError
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
@@ -106,7 +107,7 @@ class Journal:
         """It is on the disk when this returns."""
         with _needing_room(self._folder):
             (self._folder / f"{_LEFT}{replica}").touch()
-            _sync(self._folder)
+            sync(self._folder)
 
     def forget_who_left(self) -> None:
         """All have: who comes now goes on with another run."""
@@ -129,10 +130,10 @@ class Journal:
         with _needing_room(path):
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file({"average": gradient}, temporary, metadata)
-            _sync(temporary)
+            sync(temporary)
             os.replace(temporary, path)
             # The new name is on the disk when the folder is.
-            _sync(self._folder)
+            sync(self._folder)
         self._num_written += 1
 
     def committed(self, stage: StageState) -> None:
@@ -274,11 +275,3 @@ def _needing_room(path: Path) -> Iterator[None]:
     # On a full disk safetensors raises an error of its own.
     except (OSError, SafetensorError) as error:
         raise RunError(f"cannot write {path}: {error}; {REMEDY}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

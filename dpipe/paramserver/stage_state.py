@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dpipe.dataparallel.optimizer import adamw_step
 from dpipe.errors import NumericError, TransferError
+from dpipe.optimizers.adamw import adamw_step
 from dpipe.paramserver.gradient_sum import GradientSum
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.wire.codec import codec

@@ -18,7 +18,6 @@ from functools import partial
 import torch
 
 from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
-from dpipe.dataparallel.feedback import Wire, wire
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
@@ -26,6 +25,7 @@ from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
 from dpipe.paramworker.client import ServerAccess, StageClient
 from dpipe.wire.codec import codec
+from dpipe.wire.feedback import Wire, wire
 from dpipe.wire.message import tensor_of
 from dpipe.wire.spec import TensorSpec
 
@@ -34,8 +34,8 @@ def build(setup: ReplicaSetup, accesses: Mapping[int, ServerAccess]) -> DataPara
     """`accesses` are by stage. A server also steps what is replayed: it knows of no difference."""
     rule = StepRule(
         tuple(setup.ranks),
-        setup.adam.weight_decay,
-        setup.adam.betas,
+        setup.settings.weight_decay,
+        setup.settings.betas,
         setup.options.wire,
         setup.options.staleness,
     )

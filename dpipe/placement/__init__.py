@@ -3,6 +3,7 @@ estimate. No torch for dpipe's own models.
 
 search.py     shapes and their placements, the best first
 climb.py      a better placement from a good one
+recut.py      a cut for each replica, by the speed of its own machines
 starts.py     where a search begins
 balance.py    where to cut the model for machines of unequal speed
 objective.py  what is to be least, within which budget

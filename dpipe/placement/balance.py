@@ -17,6 +17,8 @@ from dpipe.placement.problem import PlanProblem
 from dpipe.placement.shape import PlanShape
 
 _HALVINGS = 6  # of the limit, which is known to a layer at first
+Bools = npt.NDArray[np.bool_]
+
 _ROUNDING = 1e-9  # of sums of layers
 
 
@@ -35,7 +37,8 @@ def balanced(problem: PlanProblem, shape: PlanShape, seats: Ints) -> Ints:
     if not fits.all():
         # Memory may allow the fast machines less than their speed does.
         whole_s = filling.takes[:, -1]
-        enough = np.where(fits, enough, whole_s.max())
+        slowest_s = whole_s.max()
+        enough = np.where(fits, enough, slowest_s)
         halvings = 2 * _HALVINGS  # from farther apart
     for _ in range(halvings):
         limit = (slow + enough) / 2
@@ -85,10 +88,11 @@ class _Filling:
         longest_s = layers_s.max(axis=1)
         # A stage has at most one layer more than its share.
         one_more_s = longest_s[self._kinds]
-        most_s = least_s + one_more_s.max(axis=(1, 2))
+        of_seats = (1, 2)  # axes
+        most_s = least_s + one_more_s.max(axis=of_seats)
         return least_s, most_s
 
-    def within(self, limit_s: Floats) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    def within(self, limit_s: Floats) -> tuple[Ints, Bools]:
         """The cut, and for which candidates the stages keep to `limit_s` with all layers placed."""
         stages = len(self._kinds_of)
         num_layers = self._num_layers
@@ -98,7 +102,8 @@ class _Filling:
             last = self._last(stage, start, limit_s)
             behind = stages - 1 - stage
             # Each stage has one layer at least, those behind it too.
-            start = np.clip(last, start + 1, num_layers - behind)
+            most = num_layers - behind
+            start = np.clip(last, start + 1, most)
             cut.append(start)
         placed = start == num_layers
         # What nobody has room for is left to the last stage.

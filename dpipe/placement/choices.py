@@ -8,12 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dpipe.config.load import Config
+from dpipe.config.parallel import PipelineConfig
 from dpipe.config.section import Section
+from dpipe.config.wires import AUTO_WIRE, WireTable
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
 from dpipe.plan.tensor_parallel import check_vocabulary
 from dpipe.schedule.generate import AUTO
-from dpipe.wire.format import FORMATS
+from dpipe.search.wire_choice import largest_first
+from dpipe.wire.format import FORMATS, HopFormats
 
 RECOMPUTES = ("none", "selective", "full")  # from the fastest to the leanest
 KINDS_THAT_AGREE = ("all-reduce", "sharded")  # to the same losses; of another the job has to say
@@ -29,7 +32,8 @@ class OpenChoices:
     tensor_parallel: int | None
     num_microbatches: int | None  # None: any that divides the batch
     recompute: tuple[str, ...]
-    wires: tuple[str, ...]  # between stages
+    wires: tuple[str, ...]  # between stages; none where the job states them
+    stated_wire: str | WireTable | None
     kinds: tuple[str, ...]  # of data parallelism
     exchange_wires: tuple[str, ...]
     schedule: str
@@ -50,6 +54,13 @@ class OpenChoices:
         for number in range(1, min(share, _MOST_MICRO_BATCHES) + 1):
             if share % number == 0:
                 yield number
+
+    def smallest_wires(self, num_hops: int) -> HopFormats:
+        """What the job states, or the smallest everywhere."""
+        if isinstance(self.stated_wire, WireTable):
+            return self.stated_wire.on_hops(num_hops)
+        name = self.stated_wire or largest_first(self.wires)[-1]
+        return HopFormats.alike(name, num_hops)
 
     def may_replicate(self, replicas: int) -> bool:
         if self.replicas is not None:
@@ -91,8 +102,7 @@ def choices_of(config: Config, formats: Sequence[str]) -> OpenChoices:
     if "kind" in settings.model_fields_set:
         # Of the kind itself: with one replica, as there is while they are open, none is active.
         kinds = () if KINDS[settings.kind].pattern is None else (settings.kind,)
-    # A format may be for one of the two alone; the other is left as it is.
-    between_stages = [name for name in formats if FORMATS[name].between_stages]
+    # A format may be for stages alone; then replicas exchange gradients as they are.
     between_replicas = [name for name in formats if FORMATS[name].between_replicas]
     return OpenChoices(
         stages=stages,
@@ -100,7 +110,8 @@ def choices_of(config: Config, formats: Sequence[str]) -> OpenChoices:
         tensor_parallel=_sizes_of_groups(config),
         num_microbatches=_stated(config.train, "num_microbatches"),
         recompute=_open(pipeline, "recompute", RECOMPUTES),
-        wires=_open(pipeline, "wire", between_stages or ["none"]),
+        wires=_wires(pipeline, formats),
+        stated_wire=_stated_wire(pipeline),
         kinds=kinds,
         exchange_wires=_open(settings, "wire", between_replicas or ["none"]),
         schedule=pipeline.schedule if "schedule" in pipeline.model_fields_set else AUTO,
@@ -117,9 +128,21 @@ def _refuse_what_has_no_plan(config: Config) -> None:
             f'model.layers "{config.model.layers}" has no layers to place: plan the model that it '
             "stands for"
         )
+    if config.pipeline.sequence_slices > 1:
+        raise ConfigError("a plan weighs whole sequences: leave pipeline.sequence_slices out")
     if config.pipeline.stages_per_rank > 1:
         raise ConfigError(
             "a plan places one stage on each rank: leave pipeline.stages_per_rank out"
+        )
+    if config.pipeline.splits:
+        raise ConfigError(
+            "a plan decides how each replica is cut: leave pipeline.splits out, or state one cut "
+            "for all with pipeline.split"
+        )
+    if config.data_parallel.averages_when_cheap:
+        raise ConfigError(
+            'a plan weighs replicas that average after a known number of steps, not "auto": state '
+            "data_parallel.inner_steps"
         )
     if config.data_parallel.address:
         raise ConfigError(
@@ -132,6 +155,25 @@ def _sizes_of_groups(config: Config) -> int | None:
         return 1
     size: int | None = _stated(config.tensor_parallel, "size")
     return size
+
+
+def _stated_wire(pipeline: PipelineConfig) -> str | WireTable | None:
+    if "wire" not in pipeline.model_fields_set or pipeline.wire == AUTO_WIRE:
+        return None
+    return pipeline.wire
+
+
+def _wires(pipeline: PipelineConfig, formats: Sequence[str]) -> tuple[str, ...]:
+    """What may be chosen between stages: some formats are for replicas alone."""
+    if _stated_wire(pipeline) is not None:
+        return ()
+    if pipeline.wire == AUTO_WIRE:
+        return pipeline.wire_allowed
+    allowed = []
+    for name in formats:
+        if FORMATS[name].between_stages:
+            allowed.append(name)
+    return tuple(allowed or ["none"])
 
 
 def _splits(config: Config) -> Iterator[int]:

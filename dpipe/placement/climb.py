@@ -34,17 +34,32 @@ class Placed:
 
     shape: PlanShape
     order: Ints  # [unit]
-    ends: Ints  # [stage + 1]
+    ends: Ints  # [stage + 1]; where replicas are cut differently, [replica, stage + 1]
     value: float  # of the objective
     step_s: float
     waits: bool = False  # whether memory lets fewer micro-batches be under way than would be good
 
     @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage, by replica; one for all where these are cut alike."""
+        by_replica = np.atleast_2d(self.ends)
+        num_layers = np.diff(by_replica, axis=1)
+        cuts: list[list[int]] = num_layers.tolist()
+        return tuple(map(tuple, cuts))
+
+    def ends_of(self, replica: int) -> Ints:
+        """[stage + 1]"""
+        by_replica = np.atleast_2d(self.ends)
+        ends: Ints = by_replica[replica % len(by_replica)]
+        return ends
+
+    @property
     def seats(self) -> Ints:
         """[replica, stage]"""
         candidates = self.order[None]
-        seats: Ints = seats_of(self.shape, candidates)[0]
-        return seats
+        seats = seats_of(self.shape, candidates)
+        only: Ints = seats[0]
+        return only
 
 
 def seats_of(shape: PlanShape, orders: Ints) -> Ints:
@@ -148,7 +163,7 @@ class Climb:
         self._move_layer(ends, rows)
         rows = np.flatnonzero(reorders)
         self._reorder_stages(orders, rows)
-        return orders, ends
+        return self._problem.led(orders), ends
 
     def _swap(self, orders: Ints, rows: Ints) -> None:
         rng = self._rng

@@ -15,7 +15,8 @@ A replica takes at least the longest of these, by stage:
 
     head + M (f + b) + tail                   it computes all micro-batches, and cannot begin
                                               before the first comes, nor is the step over when
-                                              the last backward leaves it
+                                              the last backward leaves it; ranks on one machine
+                                              share its cores
     head + M bytes / egress + tail            the same of what its machine sends, and receives;
                                               ranks on one machine share both
     round trip + (M - 1) x the slowest        forward, backward or direction of a link, which
@@ -40,7 +41,7 @@ from dpipe.placement.fleet import Floats, Ints
 from dpipe.placement.problem import PlanProblem
 from dpipe.placement.shape import PlanShape
 
-_GBIT = 8e-9  # in a byte
+GBIT = 8e-9  # in a byte
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Estimate:
 
 def estimate(problem: PlanProblem, shape: PlanShape, seats: Ints, ends: Ints) -> Estimate:
     """`seats` are units by candidate, replica and stage; `ends` [candidate, stage + 1] where each
-    stage's layers begin, and the number of layers.
+    stage's layers begin, and the number of layers; [candidate, replica, stage + 1] where replicas
+    are cut differently.
     """
     # No link has a rate of 0: what crosses it takes for ever.
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -84,8 +86,11 @@ class _Batch:
         self._shape = shape
         self._seats = seats
         self._units = problem.units(shape.tensor_parallel)
-        self._begin = ends[:, None, :-1]
-        self._end = ends[:, None, 1:]
+        self._cut_apart = ends.ndim == 3
+        if not self._cut_apart:
+            ends = ends[:, None]
+        self._begin = ends[..., :-1]
+        self._end = ends[..., 1:]
         # The two ends of each hop.
         self._here = seats[..., :-1]
         self._there = seats[..., 1:]
@@ -119,8 +124,8 @@ class _Batch:
         last_layers = self._begin[..., 1:] - 1
         forward_bytes = forward[hops, last_layers]
         backward_bytes = backward[hops, last_layers]
-        self._forward_gbit = forward_bytes * _GBIT
-        self._backward_gbit = backward_bytes * _GBIT
+        self._forward_gbit = forward_bytes * GBIT
+        self._backward_gbit = backward_bytes * GBIT
         # A link may be slower one way than the other.
         out = (self._here, self._there)
         back = (self._there, self._here)
@@ -144,7 +149,8 @@ class _Batch:
         ends_s = self._ends_s
         sent_s, received_s = self._interfaces()
         both_s = self._forward_s + self._backward_s
-        computing_s = num * both_s
+        shared_s = self._on_shared_cores(both_s)
+        computing_s = num * np.maximum(both_s, shared_s)
         sending_s = num * sent_s
         receiving_s = num * received_s
         # The first micro-batch passes alone, and each of the others makes the slowest wait once.
@@ -178,6 +184,10 @@ class _Batch:
         agreed_s = exchanged_s.max(axis=1)
         computed_s = found.replica_s.max(axis=1)
         np.maximum(agreed_s, computed_s, out=step_s)
+        share = self._problem.agreeing_share(self._shape)
+        if share < 1:  # the other steps end when they are computed
+            step_s *= share
+            step_s += (1 - share) * computed_s
         if self._problem.votes:
             step_s += self._vote_s()
         # Of what never ends nothing can be subtracted.
@@ -225,6 +235,14 @@ class _Batch:
         received_s = self._of_machines(received) / ingress_gbps
         return sent_s, received_s
 
+    def _on_shared_cores(self, both_s: Floats) -> Floats:
+        """By seat, how long the cores of its machine compute for a micro-batch of all its seats."""
+        if self._units.one_each:
+            return both_s
+        cores = self._units.cores[self._seats]
+        total_s: Floats = self._of_machines(both_s)
+        return total_s / cores
+
     def _of_machines(self, sizes: Floats) -> Floats:
         """By seat, what all seats of its machine move."""
         units = self._units
@@ -270,21 +288,58 @@ class _Batch:
         count, replicas, stages = self._seats.shape
         if replicas == 1:
             return np.zeros((count, stages))
-        units = self._units
+        if self._cut_apart:
+            return self._exchange_by_segment_s()
         by_layer = self._problem.exchanged_bytes(self._shape)
         # Replicas are cut alike: the first stands for all.
         size = self._of_layers(by_layer)[:, 0]
-        share_gbit = size * _GBIT / replicas
         groups = self._seats.transpose(0, 2, 1)
+        return self._agreed_s(size, groups)
+
+    def _exchange_by_segment_s(self) -> Floats:
+        """Each rank exchanges its segments one behind the other: [candidate, stage]. A segment is
+        as `schedule.segments` has it, here of all candidates at once.
+        """
+        count, replicas, _ = self._seats.shape
+        by_layer = self._problem.exchanged_bytes(self._shape)
+        num_layers = len(by_layer) - 1
+        ends = np.broadcast_to(self._end, self._seats.shape)
+        layers = np.arange(num_layers)
+        # The stage of each layer: [candidate, replica, layer].
+        held = (ends[..., None] <= layers).sum(axis=2)
+        changes = np.diff(held, axis=2).any(axis=1)
+        first = np.ones((count, 1), dtype=bool)
+        begins = np.concatenate([first, changes], axis=1)
+        candidate, start = np.nonzero(begins)
+        # A segment ends where the next begins; the last one of a candidate with the model.
+        stop = np.append(start[1:], 0)
+        stop[stop == 0] = num_layers
+        size = by_layer[stop] - by_layer[start]
+        stages = held[candidate, :, start]  # [segment, replica]
+        places = (candidate[:, None], np.arange(replicas), stages)
+        groups = self._seats[places]
+        takes_s = self._agreed_s(size[None], groups[None])[0]
+        of_seats = np.zeros(self._seats.shape)
+        np.add.at(of_seats, places, takes_s[:, None])
+        longest: Floats = of_seats.max(axis=1)
+        return longest
+
+    def _agreed_s(self, size: Floats, groups: Ints) -> Floats:
+        """What `groups` [candidate, group, replica] take to agree on `size` bytes, both ways:
+        [candidate, group].
+        """
+        units = self._units
+        replicas = groups.shape[2]
+        share_gbit = size * GBIT / replicas
         source = groups[..., :, None]
         target = groups[..., None, :]
-        pairs = (source, target)
-        apart = ~np.eye(replicas, dtype=bool)
-        gbps = units.gbps[pairs]
-        delay_s = units.delay_s[pairs]
+        # Flat, because a search looks up more of these than of anything else.
+        pairs = source * len(units) + target
+        gbps = units.gbps_apart.take(pairs)
+        delay_s = units.delay_s_apart.take(pairs)
         of_pairs = (2, 3)  # axes
-        slowest = np.min(gbps, axis=of_pairs, where=apart, initial=np.inf)
-        farthest_s = np.max(delay_s, axis=of_pairs, where=apart, initial=0.0)
+        slowest = gbps.min(axis=of_pairs)
+        farthest_s = delay_s.max(axis=of_pairs)
         both_ways = np.minimum(units.egress_gbps, units.ingress_gbps)
         interfaces = both_ways[groups]
         interface = interfaces.min(axis=2)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,25 @@ class Units:
     gbps: Floats  # [from, to]; 0 where there is no link
     delay_s: Floats  # [from, to]; infinite where there is none
     price: Floats  # of its machine, an hour
+    cores: Floats  # of its machine, for all ranks on it; infinite where computing takes none
     num_machines: int
 
     def __len__(self) -> int:
         return len(self.machine)
+
+    @cached_property
+    def gbps_apart(self) -> Floats:
+        """As `gbps`, with no bound of a unit by itself: flat, by source * units + target."""
+        gbps = self.gbps.copy()
+        np.fill_diagonal(gbps, np.inf)
+        return gbps.ravel()
+
+    @cached_property
+    def delay_s_apart(self) -> Floats:
+        """The same of `delay_s`."""
+        delay_s = self.delay_s.copy()
+        np.fill_diagonal(delay_s, 0.0)
+        return delay_s.ravel()
 
     @cached_property
     def one_each(self) -> bool:
@@ -58,6 +73,7 @@ def units_of(cluster: Cluster, config: Config, group_size: int) -> Units:
     memory_gb = np.minimum(memory_gb, most_gb)
     ingress = np.array([_or(each.ingress_gbps, np.inf) for each in machines])
     price = np.array([_or(each.price_per_hour, 0.0) for each in machines])
+    cores = np.array([_cores(each) for each in machines])
     memory = memory_gb * _GIGA
     # By unit and not by machine, so that an estimate needs one look-up a pair.
     pairs = np.ix_(machine, machine)
@@ -70,6 +86,7 @@ def units_of(cluster: Cluster, config: Config, group_size: int) -> Units:
         gbps=gbps[pairs],
         delay_s=delay_s[pairs],
         price=price[machine],
+        cores=cores[machine],
         num_machines=num_machines,
     )
 
@@ -106,18 +123,20 @@ def _links(cluster: Cluster, connections: int | str) -> tuple[Floats, Floats]:
     gbps = np.zeros(shape)
     delay_s = np.full(shape, np.inf)
     default = cluster.default_link
+    # Of hundreds of thousands of links most are as others are.
+    rate = cache(partial(_rate, connections=connections))
     if default is not None:
-        gbps[:] = _rate(default, connections)
+        gbps[:] = rate(default)
         delay_s[:] = default.delay_ms / 1e3
     for (source, target), link in cluster.links.items():
         ends = place[source], place[target]
-        gbps[ends] = _rate(link, connections)
+        gbps[ends] = rate(link)
         delay_s[ends] = link.delay_ms / 1e3
     # Two stages on one machine talk past its interface.
     for number, name in enumerate(names):
         inside = cluster.link(name, name)
         if inside is not None:
-            gbps[number, number] = _rate(inside, connections)
+            gbps[number, number] = rate(inside)
             delay_s[number, number] = inside.delay_ms / 1e3
     return gbps, delay_s
 
@@ -129,5 +148,13 @@ def _rate(link: Link, connections: int | str) -> float:
     return measured.rate_gbps(measured.connections)
 
 
+def _cores(machine: Machine) -> float:
+    if not machine.device.startswith("cpu"):
+        return np.inf
+    return _or(machine.cores, np.inf)
+
+
 def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+    if value is None:
+        return default
+    return value

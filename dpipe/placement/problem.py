@@ -10,7 +10,7 @@ import numpy as np
 from dpipe.config.load import Config
 from dpipe.machines.machine import Cluster, Machine
 from dpipe.placement.choices import OpenChoices
-from dpipe.placement.fleet import Floats, Units, kinds_of, units_of
+from dpipe.placement.fleet import Floats, Ints, Units, kinds_of, units_of
 from dpipe.placement.shape import PlanShape
 from dpipe.placement.tables import (
     Held,
@@ -21,9 +21,11 @@ from dpipe.placement.tables import (
     times_of,
 )
 from dpipe.plan.costs import LayerCosts, transformer_costs
+from dpipe.plan.forecast import agreeing_share
 
 # Of the whole model on one rank, for the micro-batches of a configuration.
 WholeModel = Callable[[Config], LayerCosts]
+Key = tuple[object, ...]  # what a table that is known depends on
 Made = TypeVar("Made")
 
 
@@ -33,7 +35,8 @@ class PlanProblem:
     cluster: Cluster
     choices: OpenChoices
     whole_model: WholeModel = transformer_costs
-    _known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
+    first: str | None = None  # the machine of rank 0, where that is known already
+    _known: dict[Key, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def num_layers(self) -> int:
@@ -66,6 +69,19 @@ class PlanProblem:
 
         key = ("units", group_size)
         return self._once(key, make)
+
+    def led(self, orders: Ints) -> Ints:
+        """`orders` [candidate, unit] with the unit of `first` in the first seat, in exchange for
+        whichever sat there.
+        """
+        if self.first is None:
+            return orders
+        unit = self.cluster.names.index(self.first)
+        led = orders.copy()
+        candidates, places = np.nonzero(orders == unit)
+        led[candidates, places] = orders[candidates, 0]
+        led[candidates, 0] = unit
+        return led
 
     def with_units(self, group_size: int, units: Units) -> "PlanProblem":
         """The same job on machines that differ from these only as `units` say."""
@@ -112,9 +128,9 @@ class PlanProblem:
 
     def _hops(self, shape: PlanShape, wire: str) -> tuple[Floats, Floats]:
         def make() -> tuple[Floats, Floats]:
-            config = self.trial(shape, wire)
+            config = self.trial(shape)
             whole = self.whole_model(config)
-            return bytes_of_hops(config, whole)
+            return bytes_of_hops(config, whole, wire)
 
         key = ("hops", wire, *_computes(shape))
         return self._once(key, make)
@@ -129,7 +145,7 @@ class PlanProblem:
         key = ("exchanged", shape.kind, shape.exchange_wire)
         return self._once(key, make)
 
-    def trial(self, shape: PlanShape, wire: str = "none") -> Config:
+    def trial(self, shape: PlanShape) -> Config:
         """The job with the micro-batches of `shape`, before it is cut. Raises `ConfigError` where
         they do not go with the rest of the job.
         """
@@ -140,7 +156,7 @@ class PlanProblem:
             pipeline__in_flight=None,
             pipeline__programs=(),
             pipeline__recompute=shape.recompute,
-            pipeline__wire=wire,
+            pipeline__wire="none",
             tensor_parallel__size=shape.tensor_parallel,
             data_parallel__kind=shape.kind,
             data_parallel__replicas=shape.replicas,
@@ -148,14 +164,23 @@ class PlanProblem:
             train__num_microbatches=shape.num_microbatches,
         )
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
+    def agreeing_share(self, shape: PlanShape) -> float:
+        """The share of the steps at which replicas exchange something."""
+
+        def make() -> float:
+            return agreeing_share(self.trial(shape))
+
+        key = ("agreeing", shape.kind, shape.replicas, shape.num_microbatches)
+        return self._once(key, make)
+
+    def _once(self, key: Key, make: Callable[[], Made]) -> Made:
         if key not in self._known:
             self._known[key] = make()
         made: Made = self._known[key]
         return made
 
 
-def _computes(shape: PlanShape) -> tuple[object, ...]:
+def _computes(shape: PlanShape) -> Key:
     """What the passes of a micro-batch depend on: its size, and how it is computed."""
     sequences = shape.replicas * shape.num_microbatches  # that the batch is divided by
     return sequences, shape.tensor_parallel, shape.recompute

@@ -5,6 +5,7 @@
        batches, and recomputation where memory binds
     2. the best dozen shapes are improved by local moves (`climb.py`); the better half goes on,
        twice (successive halving)
+    3. replicas are cut each by its own machines, where that brings something (`recut.py`)
 
 Few machines have few placements: then a climb begins at the best of all. What a search does is
 counted, not timed, so that the same seed finds the same.
@@ -23,11 +24,14 @@ from dpipe.placement.climb import Climb, Placed, best_of, seats_of
 from dpipe.placement.fleet import Floats, Ints
 from dpipe.placement.objective import Objective
 from dpipe.placement.problem import PlanProblem
+from dpipe.placement.recut import recut
 from dpipe.placement.shape import PlanShape
 from dpipe.placement.starts import chained, starting_orders
 from dpipe.wire.format import wire_bytes
 
 # Numbers of stages and replicas, of which every number of micro-batches is tried.
+Order = tuple[int, ...]  # of units
+
 _PLACED_OFTEN = 24
 _IMPROVED = 12  # shapes
 _HOPELESS = 1.3  # times the best that is known
@@ -71,6 +75,8 @@ def search(problem: PlanProblem, objective: Objective, seed: int = 0) -> list[Pl
         done += climbs[better:]
         climbs = climbs[:better]
     placements = [climb.best for climb in climbs + done]
+    apart = [recut(problem, objective, placement) for placement in placements]
+    placements += [placement for placement in apart if placement is not None]
     return sorted(placements, key=_value)
 
 
@@ -139,7 +145,8 @@ class Starts:
         other kinds of data parallelism hold.
         """
         chain = self._chain(shape)
-        orders = starting_orders(self._problem, shape, chain)
+        starts = starting_orders(self._problem, shape, chain)
+        orders = self._problem.led(starts)
         best = self._best(shape, orders)
         if not best.waits:
             return best
@@ -176,8 +183,9 @@ class Starts:
         every = permutations(range(num_units), shape.num_seats)
         # In blocks, as the arrays of an estimate are as long as there are candidates.
         for block in _blocks(every):
-            orders = [_completed(order, num_units) for order in block]
-            other = self._best(shape, np.array(orders))
+            completed = [_completed(order, num_units) for order in block]
+            orders = self._problem.led(np.array(completed))
+            other = self._best(shape, orders)
             best = min(best, other, key=_value)
         return best
 
@@ -201,7 +209,7 @@ class Starts:
         return self._chains[size]
 
 
-def _blocks(orders: Iterable[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+def _blocks(orders: Iterable[Order]) -> Iterator[list[Order]]:
     block = []
     for order in orders:
         block.append(order)
@@ -215,7 +223,8 @@ def _blocks(orders: Iterable[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]
 def _completed(order: Sequence[int], num_units: int) -> list[int]:
     """With the units that are left out."""
     seated = set(order)
-    left_out = [unit for unit in range(num_units) if unit not in seated]
+    units = range(num_units)
+    left_out = [unit for unit in units if unit not in seated]
     return [*order, *left_out]
 
 
@@ -253,8 +262,7 @@ def _busy(problem: PlanProblem, stages: int, replicas: int) -> int | None:
 def _shape(problem: PlanProblem, stages: int, replicas: int, size: int, number: int) -> PlanShape:
     """With the first of all choices, and the formats that are smallest."""
     choices = problem.choices
-    wire = _smallest(choices.wires)
-    hops = (wire,) * (stages - 1)
+    hops = choices.smallest_wires(stages - 1)
     kind = "none"
     exchange_wire = "none"
     if replicas > 1:
@@ -268,8 +276,8 @@ def _shape(problem: PlanProblem, stages: int, replicas: int, size: int, number: 
         recompute=choices.recompute[0],
         kind=kind,
         exchange_wire=exchange_wire,
-        forward_wires=hops,
-        backward_wires=hops,
+        forward_wires=hops.forward,
+        backward_wires=hops.backward,
         schedule=choices.schedule,
         in_flight=choices.in_flight,
     )

@@ -71,11 +71,14 @@ def distances_s(units: Units) -> Floats:
 
 def _dealt(shape: PlanShape, machines: Ints) -> Ints:
     """The first ones to the first stage of all replicas, and so on."""
-    return machines.reshape(shape.stages, shape.replicas).T.ravel()
+    by_stage = machines.reshape(shape.stages, shape.replicas)
+    by_replica = by_stage.T
+    return by_replica.ravel()
 
 
 def _completed(seated: Ints, num_units: int) -> Ints:
     """With those that are left out behind."""
     left = np.ones(num_units, dtype=bool)
     left[seated] = False
-    return np.concatenate([seated, np.flatnonzero(left)])
+    left_out = np.flatnonzero(left)
+    return np.concatenate([seated, left_out])

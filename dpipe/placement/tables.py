@@ -20,7 +20,7 @@ from dpipe.plan.costs import LayerCosts, on_ranks, stage_cost
 from dpipe.plan.on_machines import layers_on
 from dpipe.plan.tensor_parallel import at_boundaries
 from dpipe.timeline.cost import Cost
-from dpipe.wire.format import wire_bytes
+from dpipe.wire.format import HopFormats, wire_bytes
 
 _FLOAT_BYTES = 4
 
@@ -41,6 +41,7 @@ class Held:
 
     static: Floats  # parameters, gradients, the optimizer's state, buffers of the exchange
     held: Floats  # by a micro-batch that is under way
+    deferred: Floats  # by one whose weight gradients are left for later
     working: float  # above that, of the layer that needs most
 
 
@@ -61,7 +62,8 @@ def _layer_by_layer(config: Config, whole: LayerCosts, machine: Machine) -> Cost
     of_group = on_ranks(config, layers)
     cut = (1,) * len(layers.forward_s)
     recompute = config.pipeline.recompute
-    return stage_cost(of_group, cut, recompute=recompute)
+    any_formats = HopFormats.alike("none", len(cut) - 1)  # only times are asked for
+    return stage_cost(of_group, cut, any_formats, recompute=recompute)
 
 
 def _summed_s(times_us: Sequence[Sequence[float]]) -> Floats:
@@ -72,10 +74,11 @@ def _summed_s(times_us: Sequence[Sequence[float]]) -> Floats:
     return np.stack(rows)
 
 
-def bytes_of_hops(config: Config, whole: LayerCosts) -> tuple[Floats, Floats]:
-    """Sent behind each layer but the last, forward and backward, in the format of `config`."""
+def bytes_of_hops(config: Config, whole: LayerCosts, wire: str) -> tuple[Floats, Floats]:
+    """Sent behind each layer but the last, forward and backward, in the format `wire`."""
     cut = (1,) * len(whole.forward_s)
-    alone = stage_cost(whole, cut, recompute="none")  # recomputing changes no message
+    formats = HopFormats.alike(wire, len(cut) - 1)
+    alone = stage_cost(whole, cut, formats, recompute="none")  # recomputing changes no message
     cost = at_boundaries(config, alone)
     forward = np.array(cost.activation_bytes, float)
     backward = np.array(cost.gradient_bytes, float)
@@ -99,15 +102,17 @@ def held_of(config: Config, whole: LayerCosts) -> Held:
     num_layers = len(whole.forward_s)
     if whole.memory_of is None:
         nothing = np.zeros(num_layers + 1)
-        return Held(nothing, nothing, 0.0)
+        return Held(nothing, nothing, nothing, 0.0)
     cut = (1,) * num_layers
     layers = in_run(config, whole.memory_of(cut))
     static = [_static(layer) for layer in layers]
     held = [_held(layer) for layer in layers]
+    deferred = [layer[0].deferred_bytes for layer in layers]
     working = max(_working(layer) for layer in layers)
     return Held(
         static=summed(np.array(static)),
         held=summed(np.array(held)),
+        deferred=summed(np.array(deferred)),
         working=float(working),
     )
 

@@ -6,17 +6,14 @@ run_plan.py         the same for a run, with its model and its text; a user's ow
 costs.py            what layers and stages cost: seconds, and bytes on the wire
 tensor_parallel.py  what sharing a stage's layers among ranks costs
 partition.py        which layers make a stage
-probe.py            operations, shapes and time of each layer of any model
-launcher_costs.py   what the probe found, from a launcher to its ranks
 assumed_network.py  the network that a prediction assumes
 on_machines.py      what a step takes where machines differ
-measured.py         what a user's own layers hold: run on fake tensors
-allocations.py      what tensors take, from allocation to release
+own_layers.py       what a user's own layers take and hold, for a search
 machine.py          whether a run can be on this machine
 text.py             what `dpipe simulate` prints
 
 forecast.py and what it imports need no torch, so that a step can be predicted anywhere.
-machine.py, run_plan.py, probe.py and measured.py do.
+machine.py, run_plan.py and own_layers.py do.
 
 To change what is predicted: `forecast` puts it into `Forecast`, text.py prints it. What a family of
 models costs by formula is declared in `stage/families.py`.

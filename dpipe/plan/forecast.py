@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from dpipe.config.load import Config
+from dpipe.config.wires import wire_of
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
 from dpipe.machines.machine import Machine
@@ -25,23 +26,34 @@ from dpipe.memory.layers import Stages
 from dpipe.memory.walk import RankMemory, peak_memory
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
-from dpipe.plan.costs import LayerCosts, on_ranks, replay_cost, stage_cost, transformer_costs
+from dpipe.plan.costs import (
+    LayerCosts,
+    in_slices,
+    on_ranks,
+    replay_cost,
+    stage_cost,
+    transformer_costs,
+)
 from dpipe.plan.on_machines import Placement, costs_on, layers_on, placement_of, slowest
-from dpipe.plan.partition import split
+from dpipe.plan.partition import Cut, split, split_by_stage
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, evaluation, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.segments import segments_of
 from dpipe.schedule.size import num_messages
 from dpipe.schedule.text import from_csv
 from dpipe.search.auto import first_fit, search
+from dpipe.search.inner_steps import fewest_inner_steps
+from dpipe.search.slices import search_slices
+from dpipe.search.wire_choice import choose_formats
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.exchanges import Part, Replicas
 from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Timeline
-from dpipe.wire.format import wire_bytes
+from dpipe.wire.format import HopFormats, wire_bytes
 
 # Finer parts make an exchange faster by less than one of them, and its simulation slower.
 _MOST_PARTS = 32
@@ -53,7 +65,7 @@ _FLOAT_BYTES = 4
 class Forecast:
     """What a run will do, before it starts."""
 
-    split: tuple[int, ...]  # layers a stage
+    split: Cut
     schedule: Schedule  # of a training step, lowered and checked
     eval_schedule: Schedule  # forward only
     cost: Cost  # by stage and hop
@@ -61,8 +73,11 @@ class Forecast:
     timeline: Timeline  # a steady step; replicas exchange something in it, if they ever do
     replicas: Replicas | None  # how they exchange at such a step; None without replicas
     agreeing_share: float  # of the steps that are such steps
+    inner_steps: int  # of "local-sgd", between two averages of a fragment
     step_us: float  # the step time, a mean over all steps
-    costs: tuple[Cost, ...] = ()  # by replica, where machines differ
+    formats: HopFormats  # between stages
+    costs: tuple[Cost, ...] = ()  # by replica, where machines differ, or cuts
+    splits: tuple[Cut, ...] = ()  # by replica, where they are cut differently
     memory: tuple[RankMemory, ...] = ()  # by rank; empty for replay stages, and where not asked for
 
     @property
@@ -98,6 +113,10 @@ def choose_schedule(
             limits["held_bytes"] = partial(held_by_rank, stages=stages)
             limits["most_bytes"] = pipeline.memory_gb * 1e9
         limits |= {"replicas": replicas, "ballots": ballots}
+        if pipeline.sequence_slices > 1:
+            del limits["stages_per_rank"]  # one: the configuration allows no other
+            number = pipeline.sequence_slices
+            return search_slices(pipeline.stages, microbatches, number, cost, network, **limits)
         return search(pipeline.stages, microbatches, cost, network, **limits)
     return generate(
         pipeline.schedule,
@@ -106,13 +125,15 @@ def choose_schedule(
         stages_per_rank=pipeline.stages_per_rank,
         in_flight=pipeline.in_flight,
         memory_limit=pipeline.memory_limit,
+        num_slices=pipeline.sequence_slices,
     )
 
 
 def _stated_order(config: Config) -> Schedule:
     """Raises `ConfigError` for one of another number of stages or micro-batches."""
     pipeline = config.pipeline
-    order = from_csv("\n".join(pipeline.programs), f"{AUTO}: as planned")
+    slices = pipeline.sequence_slices
+    order = from_csv("\n".join(pipeline.programs), f"{AUTO}: as planned", slices)
     sizes = order.num_stages, order.num_microbatches
     if sizes != (pipeline.stages, config.train.num_microbatches):
         raise ConfigError(
@@ -136,7 +157,10 @@ def without_search(
     """
     if config.pipeline.schedule != AUTO or config.pipeline.programs:
         return choose_schedule(config, cost, network, replicas, stages, ballots)
-    return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
+    if config.pipeline.sequence_slices > 1:
+        return leanest_of_auto(config)
+    limits = _auto_limits(config)
+    return first_fit(config.pipeline.stages, config.train.num_microbatches, **limits)
 
 
 def _auto_limits(config: Config) -> dict[str, Any]:
@@ -160,34 +184,61 @@ def forecast(
     `ProfileError` for a network that lacks a link between two ranks.
     """
     placement = placement_of(config)  # first: it names machines where links are missing
-    if placement is not None:
-        hosts = hosts or placement.hosts
+    hosts = hosts or _crowded(placement)
     shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
-    _check_links(config, network)
-    check_vocabulary(config)
-    cut, cost, costs, stages = _cut(config, layers, network, placement)
-    replicas = replicas_of(config, cost)
-    cost = with_exchange(config, cost)
+    _check_sizes(config, network)
+    formats = config.pipeline.wire_formats or _auto_formats(config, layers, network, hosts)
+    cut, cost, costs, stages = _cut(config, formats, layers, network, placement)
+    replicas, cost = _exchanging(config, cost, layers)
     ballots = ballots_over(config, network, shaped)
     order = choose(config, cost, network, replicas, stages, ballots)
     schedule = _lowered(order, cost, replicas)
     memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
     a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots, costs=costs)
-    timeline = a_step(replicas=replicas)
+    steady = _steady(config, a_step, replicas)
     return Forecast(
         split=cut,
         schedule=schedule,
         eval_schedule=evaluation_schedule(schedule),
         cost=cost,
         network=network,
-        timeline=timeline,
         replicas=replicas,
-        agreeing_share=agreeing_share(config),
-        step_us=mean_step_us(config, timeline, a_step, replicas),
+        **steady,
         memory=memory,
+        formats=formats,
         costs=costs,
+        splits=config.pipeline.splits,
     )
+
+
+def _crowded(placement: Placement | None) -> Sequence[Host]:
+    return () if placement is None else placement.hosts
+
+
+def _exchanging(
+    config: Config, cost: Cost, layers: LayerCosts | None
+) -> tuple[Replicas | None, Cost]:
+    """How replicas exchange, and the cost with what they send."""
+    replicas = replicas_of(config, cost)
+    if replicas is not None and config.pipeline.splits:
+        # What a stage has is no longer what its replicas have in common.
+        parts = parts_of(config, layers or transformer_costs(config))
+        replicas = replace(replicas, parts=parts)
+    return replicas, with_exchange(config, cost)
+
+
+def _auto_formats(
+    config: Config, layers: LayerCosts | None, network: Network, hosts: Sequence[Host]
+) -> HopFormats:
+    """What wire "auto" takes, where the layers and links are these."""
+
+    def step_us(formats: HopFormats) -> float:
+        stated = config.with_(pipeline__wire=wire_of(formats))
+        return forecast(stated, layers, network, without_search, hosts).step_us
+
+    num_hops = config.pipeline.stages - 1
+    return choose_formats(config.pipeline.wire_allowed, num_hops, step_us)
 
 
 def _checked_memory(
@@ -221,7 +272,27 @@ def mean_step_us(
     return share * timeline.step_us + (1 - share) * apart.step_us
 
 
-def _check_links(config: Config, network: Network) -> None:
+def _steady(
+    config: Config, a_step: Callable[..., Timeline], replicas: Replicas | None
+) -> dict[str, Any]:
+    """What `Forecast` says of the steps of a run, which `a_step(replicas=...)` simulates."""
+    timeline = a_step(replicas=replicas)
+    settings = config.data_parallel
+    if settings.averages_when_cheap:
+        assert replicas is not None, "local-sgd has replicas"
+        apart = a_step(replicas=Replicas(silent(replicas.count)))
+        chosen = fewest_inner_steps(apart.step_us, timeline.step_us, settings.fragments)
+        config = config.with_(data_parallel__inner_steps=chosen)
+    return {
+        "timeline": timeline,
+        "agreeing_share": agreeing_share(config),
+        "inner_steps": config.data_parallel.known_inner_steps,
+        "step_us": mean_step_us(config, timeline, a_step, replicas),
+    }
+
+
+def _check_sizes(config: Config, network: Network) -> None:
+    check_vocabulary(config)
     # A server of its own is behind all machines of the run.
     hosts_of_servers = [rank + 1 for rank in server_ranks(config)]
     network.check(max([config.num_machines, *hosts_of_servers]))
@@ -229,50 +300,110 @@ def _check_links(config: Config, network: Network) -> None:
 
 def _cut(
     config: Config,
+    formats: HopFormats,
     layers: LayerCosts | None,
     network: Network,
     placement: Placement | None,
-) -> tuple[tuple[int, ...], Cost, tuple[Cost, ...], Stages]:
+) -> tuple[Cut, Cost, tuple[Cost, ...], Stages]:
     """Layers a stage, what the stages cost, the same by replica where machines differ, and what
     they hold.
     """
     if not config.model.family.computes:
-        cut, cost, stages = _cut_replay(config, network)
+        cut, cost, stages = _cut_replay(config, formats, network)
         return cut, cost, (), stages
     whole = layers or transformer_costs(config)
-    cut, cost, stages = _cut_model(config, whole)
+    if config.pipeline.splits:
+        return _cut_apart(config, formats, whole, placement)
+    cut, cost, stages = _cut_model(config, formats, whole, placement)
     if placement is None:
         return cut, cost, (), stages
-    costs = costs_on(config, placement, partial(_cost_on, config, whole, cut))
+    cost_on = partial(_cost_on, config, formats, whole, cut)
+    costs = costs_on(config, placement, cost_on)
     return cut, slowest(costs), costs, stages
 
 
-def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:
+def _cut_model(
+    config: Config, formats: HopFormats, whole: LayerCosts, placement: Placement | None = None
+) -> tuple[Cut, Cost, Stages]:
     """Layers a stage, and what the stages cost and hold; nobody may have asked what they hold."""
-    layers = on_ranks(config, whole)
-    cut = choose_split(config, layers)
-    cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
+    layers = in_slices(config, on_ranks(config, whole))
+    seconds_by_stage = None
+    if placement is not None:
+        seconds_by_stage = _seconds_by_stage(config, whole, placement)
+    cut = choose_split(config, layers, seconds_by_stage)
+    cost = stage_cost(layers, cut, formats, recompute=config.pipeline.recompute)
     stages: Stages = ()
     if layers.memory_of is not None:
         stages = in_run(config, layers.memory_of(cut), server_ranks(config))
     return cut, at_boundaries(config, cost), stages
 
 
-def _cost_on(config: Config, whole: LayerCosts, cut: tuple[int, ...], machine: Machine) -> Cost:
+def _cut_apart(
+    config: Config, formats: HopFormats, whole: LayerCosts, placement: Placement | None
+) -> tuple[Cut, Cost, tuple[Cost, ...], Stages]:
+    """As `_cut`, with replicas that are cut differently: what stages hold is that of the replica
+    that has most of the model there.
+    """
+    layers = in_slices(config, on_ranks(config, whole))
+    cuts = config.pipeline.splits
+    costs = []
+    for replica, cut in enumerate(cuts):
+        _refuse_other_number(config, "splits", cut, len(layers.forward_s))
+        if placement is None:
+            cost = stage_cost(layers, cut, formats, recompute=config.pipeline.recompute)
+            costs.append(at_boundaries(config, cost))
+        else:
+            cost_on = partial(_cost_on, config, formats, whole, cut)
+            every = costs_on(config, placement, cost_on)
+            costs.append(every[replica])
+    held: Stages = ()
+    if layers.memory_of is not None:
+        by_replica = [in_run(config, layers.memory_of(cut)) for cut in cuts]
+        held = fullest(by_replica, [cost.reduce_bytes for cost in costs])
+    return cuts[0], slowest(costs), tuple(costs), held
+
+
+def fullest(by_replica: Sequence[Stages], parameter_bytes: Sequence[Sequence[int]]) -> Stages:
+    """Each stage as in the replica that has most parameters there."""
+    # A bound from above: no replica holds more on any rank, and a rank's limit is one for all.
+    # By parameters, because what a layer keeps of a micro-batch grows with them.
+    stages = []
+    for stage, sizes in enumerate(zip(*parameter_bytes, strict=True)):
+        most = sizes.index(max(sizes))
+        stages.append(by_replica[most][stage])
+    return tuple(stages)
+
+
+def _cost_on(
+    config: Config,
+    formats: HopFormats,
+    whole: LayerCosts,
+    cut: Cut,
+    machine: Machine,
+) -> Cost:
     """What all stages would take on `machine`."""
-    layers = on_ranks(config, layers_on(config, whole, machine))
-    return at_boundaries(config, stage_cost(layers, cut, recompute=config.pipeline.recompute))
+    on_machine = layers_on(config, whole, machine)
+    layers = in_slices(config, on_ranks(config, on_machine))
+    cost = stage_cost(layers, cut, formats, recompute=config.pipeline.recompute)
+    return at_boundaries(config, cost)
 
 
-def _cut_replay(config: Config, network: Network) -> tuple[tuple[int, ...], Cost, Stages]:
+def _cut_replay(config: Config, formats: HopFormats, network: Network) -> tuple[Cut, Cost, Stages]:
     """One layer a stage; none holds anything. Raises `ConfigError` for a limit of memory."""
     refuse_memory_of_replay(config)
-    return (1,) * config.pipeline.stages, replay_cost(config, network), ()
+    cut = (1,) * config.pipeline.stages
+    cost = replay_cost(config, formats, network)
+    return cut, cost, ()
 
 
 def _lowered(order: Schedule, cost: Cost, replicas: Replicas | None) -> Schedule:
     """With what is sent and exchanged, and checked."""
-    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
+    schedule = lower(
+        order,
+        tied=cost.tied_bytes > 0,
+        reduce=replicas is not None,
+        frozen=cost.frozen,
+    )
     check(schedule)
     return schedule
 
@@ -288,7 +419,8 @@ def evaluation_schedule(training: Schedule) -> Schedule:
 def held_by_transformer(config: Config) -> int:
     """Bytes of the fullest rank, by formula; with "auto" those of the schedule that holds least."""
     check_vocabulary(config)
-    _, cost, stages = _cut_model(config, transformer_costs(config))
+    formats = HopFormats.alike("none", config.pipeline.stages - 1)  # no format holds memory
+    _, cost, stages = _cut_model(config, formats, transformer_costs(config))
     if config.pipeline.schedule == AUTO:
         return most_held(leanest_of_auto(config), stages)
     return most_held(choose_schedule(config, cost, Network()), stages)
@@ -297,7 +429,9 @@ def held_by_transformer(config: Config) -> int:
 def leanest_of_auto(config: Config) -> Schedule:
     """Of the schedules that "auto" chooses from, one that holds least."""
     pipeline = config.pipeline
-    return leanest(pipeline.stages, config.train.num_microbatches, pipeline.stages_per_rank)
+    microbatches = config.train.num_microbatches
+    of_slices = pipeline.sequence_slices
+    return leanest(pipeline.stages, microbatches, pipeline.stages_per_rank, of_slices)
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
@@ -306,11 +440,28 @@ def with_exchange(config: Config, cost: Cost) -> Cost:
 
     What comes back is not rounded if it is parameters: from a sharded optimizer or a stale server.
     """
+    exchanged = [_exchanged(config, size) for size in cost.reduce_bytes]
+    reduce_bytes, gather_bytes = zip(*exchanged, strict=True)
+    return replace(cost, reduce_bytes=reduce_bytes, gather_bytes=gather_bytes)
+
+
+def parts_of(config: Config, layers: LayerCosts) -> tuple[Part, ...]:
+    """What replicas that are cut differently exchange: each segment of the layers."""
+    parameter_bytes = on_ranks(config, layers).parameter_bytes
+    parts = []
+    for segment in segments_of(config.pipeline.splits):
+        size = sum(parameter_bytes[layer] for layer in segment.layers)
+        parts.append(Part(segment.stages, *_exchanged(config, size)))
+    return tuple(parts)
+
+
+def _exchanged(config: Config, size: int) -> tuple[int, int]:
+    """Of so many bytes of parameters: sent to who averages them, and back."""
     settings = config.data_parallel
-    plain = tuple(size // settings.fragments for size in cost.reduce_bytes)
-    rounded = tuple(wire_bytes(settings.wire, size // _FLOAT_BYTES) for size in plain)
+    plain = size // settings.fragments
+    rounded = wire_bytes(settings.wire, plain // _FLOAT_BYTES)
     rounds_answer = KINDS[settings.kind].rounds_answer and settings.staleness == 0
-    return replace(cost, reduce_bytes=rounded, gather_bytes=rounded if rounds_answer else plain)
+    return rounded, rounded if rounds_answer else plain
 
 
 def replicas_of(config: Config, cost: Cost) -> Replicas | None:
@@ -325,7 +476,7 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     pattern = kind.pattern
     if delayed and kind.late_pattern is not None:
         pattern = kind.late_pattern
-    most_bytes = max(cost.reduce_bytes) // settings.fragments
+    most_bytes = max(cost.reduce_bytes) // settings.fragments  # of a part no more than of a stage
     num_chunks = -(-most_bytes // settings.chunk_bytes)
     num_parts = max(1, min(_MOST_PARTS, num_chunks, _affordable_parts(config)))
     rounds = exchange(
@@ -383,25 +534,58 @@ def agreeing_share(config: Config) -> float:
     settings = config.data_parallel
     if not settings.active_kind.has_inner_steps:
         return 1.0
-    return settings.fragments / settings.inner_steps
+    return settings.fragments / settings.known_inner_steps
 
 
-def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
-    """Layers a stage: as configured, or "auto" balanced by cost. Raises `ConfigError` if they are
-    not as many as the model's.
+def _seconds_by_stage(config: Config, whole: LayerCosts, placement: Placement) -> list[list[float]]:
+    """By stage, what each layer takes on the machine of that stage; with replicas, which are cut
+    alike, on the slowest of its machines.
+    """
+    num_ranks = config.pipeline.ranks
+    seconds: dict[str, list[float]] = {}
+    for name in placement.seats:
+        if name not in seconds:
+            machine = placement.cluster.machine(name)
+            on_machine = layers_on(config, whole, machine)
+            seconds[name] = _seconds_of(on_ranks(config, on_machine))
+    by_stage = []
+    for stage in range(config.pipeline.stages):
+        # As `costs_on` has it: stages are dealt out to ranks in turn.
+        names = placement.seats[stage % num_ranks :: num_ranks]
+        of_layers = zip(*[seconds[name] for name in names], strict=True)
+        by_stage.append(list(map(max, of_layers)))
+    return by_stage
+
+
+def _seconds_of(layers: LayerCosts) -> list[float]:
+    pairs = zip(layers.forward_s, layers.backward_s, strict=True)
+    return [forward_s + backward_s for forward_s, backward_s in pairs]
+
+
+def choose_split(
+    config: Config, layers: LayerCosts, by_stage: Sequence[Sequence[float]] | None = None
+) -> Cut:
+    """Layers a stage: as configured, or "auto" balanced by cost; `by_stage` are the seconds that
+    each layer takes on the machine of each stage, where these differ. Raises `ConfigError` if they
+    are not as many as the model's.
     """
     configured = config.pipeline.split
     num_layers = len(layers.forward_s)
     if isinstance(configured, str):
-        pairs = zip(layers.forward_s, layers.backward_s, strict=True)
-        costs = [forward_s + backward_s for forward_s, backward_s in pairs]
-        return split(costs, config.pipeline.stages)
-    if sum(configured) != num_layers:
-        parts = ""
-        if config.model.is_transformer:
-            parts = " (an embedding, model.num_layers blocks and a head)"
-        raise ConfigError(
-            f"pipeline.split {list(configured)} places {sum(configured)} layers, but the model has "
-            f"{num_layers}{parts}"
-        )
+        if by_stage is None:
+            return split(_seconds_of(layers), config.pipeline.stages)
+        return split_by_stage(by_stage)
+    _refuse_other_number(config, "split", configured, num_layers)
     return configured
+
+
+def _refuse_other_number(config: Config, key: str, cut: Sequence[int], num_layers: int) -> None:
+    if sum(cut) == num_layers:
+        return
+    parts = ""
+    if config.model.is_transformer:
+        parts = " (an embedding, model.num_layers blocks and a head)"
+    raise ConfigError(
+        f"pipeline.{key} {list(cut)} places {sum(cut)} layers, but the model has {num_layers}"
+        f"{parts}"
+    )

@@ -7,10 +7,12 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from dpipe.errors import ConfigError
+from dpipe.optimizers.kinds import OPTIMIZERS
 from dpipe.plan.run_plan import RunPlan
 
-# A parameter, its gradient and AdamW's two moments: what is known of any model that trains.
-_COPIES = 4
+# A parameter and its gradient: with what the optimizer keeps, what is known of any model that
+# trains.
+_COPIES = 2
 
 
 def refuse_more_than_machine(run_plan: RunPlan, ranks: Iterable[int]) -> None:
@@ -23,7 +25,7 @@ def refuse_more_than_machine(run_plan: RunPlan, ranks: Iterable[int]) -> None:
         return
     ranks = list(ranks)
     # What the processes need anyway is not counted, so that nothing is refused that would fit.
-    held = sum(_held_bytes(run_plan, rank) for rank in ranks)
+    held = sum(held_bytes(run_plan, rank) for rank in ranks)
     has, what = _machine_bytes(config.node.device)
     if held > has:
         holders = f"the {len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
@@ -35,12 +37,16 @@ def refuse_more_than_machine(run_plan: RunPlan, ranks: Iterable[int]) -> None:
         )
 
 
-def _held_bytes(run_plan: RunPlan, rank: int) -> int:
+def held_bytes(run_plan: RunPlan, rank: int) -> int:
     config = run_plan.config
     memory = run_plan.forecast.memory
     if memory:
         return memory[config.ranks_of(rank).pp_rank].total
-    return _COPIES * run_plan.parameter_bytes // config.pipeline.ranks
+    optimizer = OPTIMIZERS[config.train.optimizer]
+    parameter_bytes = run_plan.parameter_bytes
+    state_bytes = optimizer.state_of(parameter_bytes)
+    held = _COPIES * parameter_bytes + state_bytes
+    return held // config.pipeline.ranks
 
 
 def _machine_bytes(device: str) -> tuple[int, str]:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dpipe.config.load import Config
+from dpipe.data.tokenizer import vocabulary_of
 from dpipe.errors import ConfigError
 from dpipe.machines.file import load_machines
 from dpipe.machines.machine import Cluster, LayerTime, Machine
 from dpipe.machines.seats import Seats, hosts_of, seats_in_order
 from dpipe.network.link import Host
 from dpipe.plan.costs import LayerCosts
+from dpipe.plan.tensor_parallel import Times
 from dpipe.timeline.cost import Cost
 
 
@@ -65,6 +67,14 @@ def placement_of(config: Config) -> Placement | None:
     return Placement(cluster, seats)
 
 
+def digest_of_layers(config: Config) -> str:
+    """Says whether two configurations have layers that take the same time on one machine."""
+    # Of bytes there are 256, which files that were measured before do not say.
+    if config.data.tokenizer == "bytes" or not config.model.family.computes:
+        return config.layers_digest()
+    return config.layers_digest(vocabulary_of(config))
+
+
 def refuse_times_of_other_model(config: Config, cluster: Cluster) -> None:
     """Raises `ConfigError` where layers were measured with another model, or at another precision.
     What a file written by hand says is believed.
@@ -73,10 +83,11 @@ def refuse_times_of_other_model(config: Config, cluster: Cluster) -> None:
     has_times = any(machine.layers for machine in cluster.machines)
     if measured is None or not has_times or not config.model.family.computes:
         return
-    if measured.model != config.layers_digest():
+    digest = digest_of_layers(config)
+    if measured.model != digest:
         raise ConfigError(
             f"the layers in {cluster.name} were measured with another model or precision: "
-            f"[measured] model is {measured.model}, that of the job is {config.layers_digest()}; "
+            f"[measured] model is {measured.model}, that of the job is {digest}; "
             "measure with this job (dpipe measure), or take [measured] out of the file if the "
             "times hold for it as well"
         )
@@ -95,8 +106,10 @@ def costs_on(
     num_ranks = config.pipeline.ranks
     costs = []
     for first in range(0, len(placement.seats), num_ranks):
-        names = placement.seats[first : first + num_ranks]
-        costs.append(_of_stages(by_machine, names))
+        last = first + num_ranks
+        names = placement.seats[first:last]
+        of_replica = _of_stages(by_machine, names)
+        costs.append(of_replica)
     return tuple(costs)
 
 
@@ -106,8 +119,10 @@ def _of_stages(by_machine: Mapping[str, Cost], names: Sequence[str]) -> Cost:
     any_of_them = by_machine[names[0]]
     costs = []
     for stage in range(any_of_them.num_stages):
-        name = names[stage % len(names)]
-        costs.append(by_machine[name])
+        place = stage % len(names)
+        name = names[place]
+        cost = by_machine[name]
+        costs.append(cost)
     return replace(
         any_of_them,
         forward_us=tuple(cost.forward_us[stage] for stage, cost in enumerate(costs)),
@@ -118,8 +133,8 @@ def _of_stages(by_machine: Mapping[str, Cost], names: Sequence[str]) -> Cost:
 
 
 def slowest(costs: Sequence[Cost]) -> Cost:
-    """Each stage as slow as in the replica where it is slowest: what an order of all replicas is
-    looked for with.
+    """Each stage as slow as in the replica where it is slowest, and each message as large: what an
+    order of all replicas is looked for with.
     """
     return replace(
         costs[0],
@@ -127,13 +142,27 @@ def slowest(costs: Sequence[Cost]) -> Cost:
         backward_us=_longest([cost.backward_us for cost in costs]),
         input_us=_longest([cost.input_us for cost in costs]),
         weight_us=_longest([cost.weight_us for cost in costs]),
+        activation_bytes=_largest([cost.activation_bytes for cost in costs]),
+        gradient_bytes=_largest([cost.gradient_bytes for cost in costs]),
     )
 
 
-def _longest(taken_us: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+def _largest(sent_bytes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """By hop, of all replicas."""
+    largest = []
+    for of_hop in zip(*sent_bytes, strict=True):
+        most_bytes = max(of_hop)
+        largest.append(most_bytes)
+    return tuple(largest)
+
+
+def _longest(taken_us: Sequence[Times]) -> Times:
     """By stage, of all replicas."""
-    by_stage = zip(*taken_us, strict=True)
-    return tuple(max(of_stage) for of_stage in by_stage)
+    longest = []
+    for of_stage in zip(*taken_us, strict=True):
+        most_us = max(of_stage)
+        longest.append(most_us)
+    return tuple(longest)
 
 
 def layers_on(config: Config, layers: LayerCosts, machine: Machine) -> LayerCosts:

@@ -4,6 +4,7 @@ on every rank.
 Whatever is wrong with the configuration is found here, before anything is written.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,20 +18,23 @@ from dpipe.config.load import Config
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer
 from dpipe.data.corpus import Corpus, prepare
 from dpipe.data.feed import feed_of
-from dpipe.data.tokenizer import open_tokenizer, vocabulary_of
+from dpipe.data.samples import Samples, check_samples, prepare_samples
+from dpipe.data.tokenizer import tokenizer_of, vocabulary_of, words_of
 from dpipe.errors import ConfigError, DataError
+from dpipe.hub.extra import hub_function
 from dpipe.memory.formulas import transformer_stages
 from dpipe.network.link import Network
-from dpipe.plan.costs import LayerCosts, tied_bytes, transformer_costs
+from dpipe.plan.costs import LayerCosts, transformer_costs
 from dpipe.plan.forecast import Forecast, ScheduleChoice, choose_schedule, forecast
-from dpipe.plan.measured import StageRunner, measured_stages
-from dpipe.plan.probe import LayerCost, measure, probe
+from dpipe.plan.tensor_parallel import Times
+from dpipe.probe.layer_costs import LayerCost, measure, on_meta, probe
+from dpipe.probe.measured import StageRunner, measured_stages
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
-from dpipe.store.run_folder import checkpoint_url
+from dpipe.store.run_folder import checkpoint_url, revision_of
 from dpipe.transport.kinds import TRANSPORTS
-from dpipe.wire.format import wire_bytes
+from dpipe.wire.format import MessageSize
 from dpipe.wire.spec import TensorSpec
 
 _FLOAT_BYTES = 4
@@ -43,8 +47,9 @@ class RunPlan:
 
     config: Config
     model: LayeredModel | None  # None for replay
-    corpus: Corpus | None  # None for replay
-    boundaries: tuple[tuple[TensorSpec, ...], ...]  # [s]: what a rank of stage s sends to the next
+    corpus: Corpus | Samples | None  # None for replay
+    # [s]: what a rank of stage s sends to the next, in replica 0
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
     forecast: Forecast
     probed: tuple[LayerCost, ...] = ()  # none for replay
 
@@ -54,20 +59,37 @@ class RunPlan:
         return sum(cost.parameter_bytes for cost in self.probed)
 
     @property
+    def last_layer(self) -> int | None:
+        """The number of the model's last layer; None for replay."""
+        return None if self.model is None else len(self.model.layers) - 1
+
+    @property
     def checkpoint_url(self) -> str | None:
         """None for replay: there is nothing to keep."""
         return None if self.model is None else checkpoint_url(self.config)
 
-    def layers_of(self, stage: int) -> range:
+    def cut_of(self, replica: int) -> tuple[int, ...]:
+        """Layers a stage: replicas may be cut differently."""
+        splits = self.config.pipeline.splits
+        return splits[replica] if splits else self.forecast.split
+
+    def layers_of(self, stage: int, replica: int = 0) -> range:
         """The layers of the model that make a stage."""
-        start = sum(self.forecast.split[:stage])
-        return range(start, start + self.forecast.split[stage])
+        cut = self.cut_of(replica)
+        start = sum(cut[:stage])
+        return range(start, start + cut[stage])
+
+    def boundaries_of(self, replica: int) -> tuple[tuple[TensorSpec, ...], ...]:
+        """[s]: what a rank of stage s sends to the next."""
+        if not self.config.pipeline.splits:
+            return self.boundaries
+        return _sent(self.config, self.probed, self.cut_of(replica))
 
 
 def draft(
     config: Config,
     *,
-    layer_s: tuple[float, ...] | None = None,
+    layer_s: Times | None = None,
     probed: tuple[LayerCost, ...] | None = None,
     network: Network | None = None,
     choose: ScheduleChoice = choose_schedule,
@@ -84,22 +106,56 @@ def draft(
         return _replay_plan(config, forecast(config, None, network, choose))
     # What takes no time comes first: an error is there before seconds of counting and reading.
     _check_surroundings(config)
+    config = pinned(config)
     model = make_model(config)
     stored = DTYPES[config.train.parameters]
     if probed is None:
-        probed = probe(model, _inputs(config), config.train.seed, stored)
+        probed = probe(model, first_inputs(config), config.train.seed, stored)
     check_recompute(config, probed)
-    layers = layer_costs(config, probed, layer_s)
+    layers = layer_costs(config, model, probed, layer_s)
     if config.model.is_transformer:
         layers = replace(layers, memory_of=partial(transformer_stages, config))
     elif predicts_memory or config.pipeline.memory_gb is not None:
         runner = stage_runner(config, model)
         layers = replace(layers, memory_of=partial(measured_stages, runner, probed))
     predicted = forecast(config, layers, network, choose)
-    ends = [end - 1 for end in accumulate(predicted.split)][:-1]
     corpus = read_text(config)  # last, because the first time it writes a cache
-    sent = boundaries(config, [probed[end].outputs for end in ends])
+    config = _with_steps(config, corpus)
+    sent = _sent(config, probed, predicted.split)
     return RunPlan(config, model, corpus, sent, predicted, probed)
+
+
+def _with_steps(config: Config, corpus: Corpus | Samples) -> Config:
+    """With as many steps as the epochs take, if those are set."""
+    train = config.train
+    if train.epochs is None:
+        return config
+    context = config.model.context
+    if isinstance(corpus, Samples):
+        sequences = corpus.sequences_in(train.epochs, train.seed, context)
+    else:
+        tokens = train.epochs * corpus.num_train_tokens
+        sequences = round(tokens / context)
+    steps = math.ceil(sequences / train.batch_size)
+    return config.with_(train__steps=max(1, steps))
+
+
+def pinned(config: Config) -> Config:
+    """With the commit of a model on the hub as its revision: a branch may move between the
+    downloads of two ranks, or after the run.
+    """
+    model = config.model
+    if model.hf is None:
+        return config
+    commit = hub_function("model:commit_of")(model.hf, revision_of(config))
+    return config if commit is None else config.with_(model__revision=commit)
+
+
+def _sent(
+    config: Config, probed: Sequence[LayerCost], cut: Sequence[int]
+) -> tuple[tuple[TensorSpec, ...], ...]:
+    ends = [end - 1 for end in accumulate(cut)][:-1]
+    return boundaries(config, [probed[end].outputs for end in ends])
 
 
 def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:
@@ -157,10 +213,15 @@ def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
         )
 
 
-def read_text(config: Config) -> Corpus:
+def read_text(config: Config) -> Corpus | Samples:
     """Tokens of the configured files. Raises `DataError` if they cannot make one batch."""
     model = config.model
     data = config.data
+    if data.has_samples:
+        words = words_of(config)
+        samples = prepare_samples(data, words, model.context)
+        check_samples(samples, need_held_out=config.train.eval_every is not None)
+        return samples
 
     def accept(corpus: Corpus) -> None:
         if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
@@ -175,13 +236,17 @@ def read_text(config: Config) -> Corpus:
             corpus.check_length(model.context, need_held_out=need_held_out)
 
     pairs = model.family.reads_pairs
-    tokenizer = SentenceTokenizer(data.tokenizer) if pairs else open_tokenizer(data.tokenizer)
+    tokenizer = SentenceTokenizer(data.tokenizer) if pairs else tokenizer_of(config)
     between = b"\n\n" if pairs else b"\n"  # each file is a document of its own
     return prepare(data.files, tokenizer, Path(data.cache), data.held_out, accept, between)
 
 
 def make_model(config: Config) -> LayeredModel:
+    """Raises `ConfigError` for a model that cannot be made as configured."""
     model = config.model
+    if model.hf is not None:
+        published: LayeredModel = hub_function("model:layered_model")(config)
+        return published
     builder = model.family.builder
     if builder is None:
         return load_layers(model.layers, model.options, config.train.seed)
@@ -197,8 +262,19 @@ def make_model(config: Config) -> LayeredModel:
     return layered
 
 
+def tied_gradient_bytes(config: Config, model: LayeredModel) -> int:
+    """Of the gradient that the first and the last layer exchange where they share a weight."""
+    if model.tied is None:
+        return 0
+    first = on_meta(model, 0, config.train.seed)
+    return first.get_parameter(model.tied[0]).numel() * _FLOAT_BYTES
+
+
 def layer_costs(
-    config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[float, ...] | None
+    config: Config,
+    model: LayeredModel,
+    probed: tuple[LayerCost, ...],
+    layer_s: Times | None,
 ) -> LayerCosts:
     """Measured seconds where there are; otherwise by formula for a transformer, and counted for a
     user's model.
@@ -210,43 +286,42 @@ def layer_costs(
         forward_s = tuple(cost.forward_flops / flops_a_second for cost in probed)
     else:
         forward_s = tuple(seconds / 3 for seconds in layer_s)  # backward takes two thirds
-    wire = config.pipeline.wire
-    activation_bytes = []
-    gradient_bytes = []
     core_s = []
     for seconds, cost in zip(forward_s, probed, strict=True):
-        floating = [spec for spec in cost.outputs if spec.dtype.is_floating_point]
-        activation_bytes.append(sum(_wire_bytes(wire, spec) for spec in cost.outputs))
-        gradient_bytes.append(sum(_wire_bytes(wire, spec) for spec in floating))
         # By its share of the operations: the cores are not timed apart from their layer.
         core_s.append(seconds * cost.core_flops / (cost.forward_flops or 1))
     return LayerCosts(
         forward_s=forward_s,
         backward_s=tuple(2 * seconds for seconds in forward_s),
-        activation_bytes=tuple(activation_bytes),
-        gradient_bytes=tuple(gradient_bytes),
-        tied_bytes=tied_bytes(config),
+        messages=tuple(_message(cost.outputs) for cost in probed),
+        tied_bytes=tied_gradient_bytes(config, model),
         parameter_bytes=tuple(cost.parameter_bytes for cost in probed),
         core_s=tuple(core_s),
+        frozen=model.frozen,
     )
 
 
 def stage_runner(config: Config, model: LayeredModel) -> StageRunner:
     """How the stages of a user's own model compute."""
-    inputs = _inputs(config)
+    inputs = first_inputs(config)
+    targets = inputs[0]  # the token behind each
+    if config.data.has_samples:
+        size, length = targets.shape
+        targets = targets._replace(shape=(size, length + 1))  # and their number (`hub/model.py`)
     return StageRunner(
         model,
         inputs,
-        targets=inputs[0],  # the token behind each
+        targets=targets,
         seed=config.train.seed,
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
         stored=DTYPES[config.train.parameters],
         device=config.node.device,
+        frozen=model.frozen,
     )
 
 
-def measure_layers(run_plan: RunPlan) -> tuple[float, ...]:
+def measure_layers(run_plan: RunPlan) -> Times:
     """Seconds that forward and backward of each layer take on this machine, for one micro-batch."""
     config = run_plan.config
     corpus = run_plan.corpus
@@ -264,21 +339,28 @@ def measure_layers(run_plan: RunPlan) -> tuple[float, ...]:
     )
 
 
-def _inputs(config: Config) -> tuple[TensorSpec, ...]:
+def first_inputs(config: Config) -> tuple[TensorSpec, ...]:
     """What the first layer reads: tokens; of pairs also their types and the sequences' lengths
-    (`data/bert_data.py`).
+    (`data/bert_data.py`), of samples the tokens' positions (`data/samples.py`).
     """
     tokens = TensorSpec((config.microbatch_size, config.model.context), torch.int64)
+    if config.data.has_samples:
+        return tokens, tokens._replace(dtype=torch.int32)
     if not config.model.family.reads_pairs:
         return (tokens,)
     lengths = TensorSpec((config.microbatch_size,), torch.int32)
     return tokens, tokens, lengths
 
 
-def _wire_bytes(wire: str, spec: TensorSpec) -> int:
-    if not spec.dtype.is_floating_point:
-        return spec.num_bytes
-    return wire_bytes(wire, spec.num_bytes // spec.dtype.itemsize, spec.dtype.itemsize)
+def _message(specs: Sequence[TensorSpec]) -> MessageSize:
+    tensors = []
+    other_bytes = 0
+    for spec in specs:
+        if spec.dtype.is_floating_point:
+            tensors.append((spec.shape, spec.dtype.itemsize))
+        else:
+            other_bytes += spec.num_bytes
+    return MessageSize(tuple(tensors), other_bytes)
 
 
 _SEQUENCE = 1  # the dimension of an activation that sequence parallelism splits

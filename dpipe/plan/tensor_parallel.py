@@ -21,6 +21,8 @@ from dpipe.errors import ConfigError
 from dpipe.network.link import Link, Network
 from dpipe.timeline.cost import Cost
 
+Times = tuple[float, ...]  # by layer, or by stage
+
 _HALF_BYTES = 2
 _FLOAT_BYTES = 4
 
@@ -60,7 +62,7 @@ def check_vocabulary(config: Config) -> None:
         )
 
 
-def exchange_s(config: Config, num_layers: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def exchange_s(config: Config, num_layers: int) -> tuple[Times, Times]:
     """Seconds of each layer's exchanges, forward and backward: embedding, blocks, head."""
     embedding, block, head = _SEQUENCE if config.tensor_parallel.sequence_parallel else _TENSOR
     layers = (embedding, *[block] * (num_layers - 2), head)
@@ -94,8 +96,9 @@ def at_boundaries(config: Config, cost: Cost) -> Cost:
 
 
 def ring_us(config: Config, network: Network) -> float:
-    """An all-reduce among the ranks of a replay stage, in a ring (`run/replay_ring.py`). Raises as
-    `only_link` does.
+    """An all-reduce among the ranks of a replay stage, in a ring (`engine/replay_ring.py`).
+
+    Raises as `only_link` does.
     """
     size = config.tensor_parallel.size
     link = only_link(network)
@@ -119,7 +122,7 @@ def only_link(network: Network) -> Link:
     return network.default
 
 
-def _later(times_us: tuple[float, ...], more_us: float) -> tuple[float, ...]:
+def _later(times_us: Times, more_us: float) -> Times:
     return tuple(time_us + more_us for time_us in times_us)
 
 

@@ -6,10 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from dpipe.config.load import Config, load
+from dpipe.config.wires import wire_of
 from dpipe.errors import ConfigError
 from dpipe.plan.assumed_network import configured_network
 from dpipe.plan.forecast import Forecast, forecast
 from dpipe.timeline.summary import summarise
+from dpipe.toml import to_toml
 
 
 def forecast_text(
@@ -43,12 +45,21 @@ def as_row(predicted: Forecast) -> dict[str, Any]:
     return {
         "network": predicted.network.name,
         "schedule": predicted.schedule.name,
-        "layers_per_stage": list(predicted.split),
+        "layers_per_stage": _layers_per_stage(predicted),
+        "wire": wire_of(predicted.formats),
+        **({"inner_steps": predicted.inner_steps} if predicted.agreeing_share < 1 else {}),
         "step_s": predicted.step_us / 1e6,
         "agreeing_step_s": summary.pop("step_us") / 1e6,
         **summary,
         "memory": [asdict(rank) | {"total": rank.total} for rank in predicted.memory],
     }
+
+
+def _layers_per_stage(predicted: Forecast) -> list[Any]:
+    """By replica where these are cut differently."""
+    if predicted.splits:
+        return [list(cut) for cut in predicted.splits]
+    return list(predicted.split)
 
 
 def as_text(row: dict[str, Any], config: Config) -> str:
@@ -73,12 +84,25 @@ def as_text(row: dict[str, Any], config: Config) -> str:
         f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
         f"peak in flight  {in_flight} micro-batches, by rank",
         f"a step sends    {links or 'nothing'}",
+        *_wire_lines(row, config),
+        *_inner_step_lines(row, config),
         *_tensor_parallel_lines(config),
     ]
     # A rank of the schedule is a whole tensor-parallel group: its first rank is shown.
     for number, rank in enumerate(row["memory"]):
         lines.append(_memory_line(number * config.tensor_parallel.size, rank))
     return "\n".join(lines)
+
+
+def _wire_lines(row: dict[str, Any], config: Config) -> Iterator[str]:
+    """Where the file does not say it in a word."""
+    if row["wire"] != config.pipeline.wire:
+        yield f"wire            {to_toml(row['wire'])}"
+
+
+def _inner_step_lines(row: dict[str, Any], config: Config) -> Iterator[str]:
+    if config.data_parallel.averages_when_cheap:
+        yield f"inner steps     {row['inner_steps']}, then replicas average"
 
 
 def _tensor_parallel_lines(config: Config) -> Iterator[str]:

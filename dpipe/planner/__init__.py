@@ -7,6 +7,8 @@ evaluate.py   how long a step takes in the simulator
 explain.py    why it is as fast as it is, and what would make it faster
 impossible.py why no plan fits
 text.py       what `dpipe plan` prints
+whole_model.py how the job's layers are counted
+picture.py    the same as a picture: machines, their layers, and how full links are
 plan_file.py  `plan.toml`
 fits.py       whether a plan fits a job and its machines
 

@@ -1,24 +1,28 @@
-"""A job and its machines become a plan: a search by the estimate, then the simulator decides among
-the best dozen.
+"""A job and its machines become a plan: a search by the estimate; of the best dozen the clock of a
+search of schedules says which may be best, and the simulator decides among these.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpipe.errors import ConfigError
 from dpipe.placement.objective import Objective
 from dpipe.placement.priced import names_of, price_of
 from dpipe.placement.problem import PlanProblem
 from dpipe.placement.search import search
+from dpipe.plan.on_machines import digest_of_layers
 from dpipe.planner.evaluate import Evaluated, Trial
 from dpipe.planner.impossible import why_nothing_fits
 from dpipe.planner.plan_file import Plan
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.text import to_csv
+from dpipe.search.wire_choice import AS_FAST, choose_formats
+from dpipe.wire.format import HopFormats
 
 _CLOSE = 1.3  # times the best estimate: what is farther off, the simulator does not make the best
 
-_ALWAYS = 4  # are simulated: the best, and alternatives to show
+_CLOCK_IS_OFF = 1.05
+
+_ALWAYS = 4  # are timed: the best, and alternatives to show
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,47 @@ def decide(problem: PlanProblem, objective: Objective, seed: int = 0) -> Decided
 
     most = _CLOSE * placements[0].value
     close = [placement for placement in placements[_ALWAYS:] if placement.value <= most]
-    close = [*placements[:_ALWAYS], *close]
-    quick = [Trial(problem, placement).quickly() for placement in close]
-    quick = [found for found in quick if math.isfinite(found.step_us)]
-    if not quick:
+    trials = [Trial(problem, placement) for placement in (*placements[:_ALWAYS], *close)]
+    timed = [trial.by_clock[0] for trial in trials if trial.by_clock]
+    if not timed:
         raise ConfigError(why_nothing_fits(problem, objective))
+    least = min(map(value, timed))
+    quick = []
+    for found in timed:
+        # The step of the others is shown beside the plan's, for which the clock does.
+        # The clock is right to a few percent: only who may be the best is simulated.
+        may_be_best = value(found) <= _CLOCK_IS_OFF * least
+        quick.append(found.trial.quickly() if may_be_best else found)
     quick.sort(key=value)
     # Only the best has its order searched for, which takes as long as simulating all others.
-    best = quick[0]
+    best = _with_larger_formats(quick[0])
     if problem.choices.schedule == AUTO:
         best = best.trial.improved(best)
     best = best.trial.fully(best.schedule)
     return Decided(problem, objective, best, tuple(quick[1:]))
+
+
+def _with_larger_formats(found: Evaluated) -> Evaluated:
+    """The search takes the smallest formats everywhere: larger ones round less, and on links that
+    have time to spare they cost nothing.
+    """
+    problem = found.trial.problem
+    placement = found.placement
+    shape = placement.shape
+
+    def trial(formats: HopFormats) -> Trial:
+        other = replace(shape, forward_wires=formats.forward, backward_wires=formats.backward)
+        return Trial(problem, replace(placement, shape=other))
+
+    def step_us(formats: HopFormats) -> float:
+        return float(trial(formats).estimate.step_s[0]) * 1e6
+
+    if len(problem.choices.wires) < 2 or shape.stages == 1:
+        return found
+    formats = choose_formats(problem.choices.wires, shape.stages - 1, step_us)
+    larger = trial(formats).quickly()
+    # The estimate may have overlooked what the simulator sees.
+    return larger if larger.step_us <= AS_FAST * found.step_us else found
 
 
 def plan_of(problem: PlanProblem, found: Evaluated) -> Plan:
@@ -81,13 +114,18 @@ def plan_of(problem: PlanProblem, found: Evaluated) -> Plan:
     if all(machine.price_per_hour is not None for machine in problem.cluster.machines):
         price = price_of(problem, placement, step_s)
     return Plan(
-        model=problem.config.layers_digest(),
+        model=digest_of_layers(problem.config),
         machines=problem.cluster.name,
         step_s=step_s,
         settings=_settings(found),
         replicas=tuple(replicas),
         price_per_million_tokens=price,
     )
+
+
+def _cut_of(found: Evaluated) -> dict[str, object]:
+    cuts = [list(cut) for cut in found.placement.cuts]
+    return {"split": cuts[0]} if len(cuts) == 1 else {"splits": cuts}
 
 
 def _settings(found: Evaluated) -> dict[str, dict[str, object]]:
@@ -97,9 +135,9 @@ def _settings(found: Evaluated) -> dict[str, dict[str, object]]:
         "train": {"num_microbatches": config.train.num_microbatches},
         "pipeline": {
             "stages": pipeline.stages,
-            "split": list(pipeline.split),
+            **_cut_of(found),
             "recompute": pipeline.recompute,
-            "wire": pipeline.wire,
+            "wire": pipeline.model_dump()["wire"],
             "schedule": pipeline.schedule,
         },
         "tensor_parallel": {"size": config.tensor_parallel.size},

@@ -6,15 +6,20 @@ other's way; here they are. All replicas run one schedule: it is chosen for the 
 longest, simulated by itself, which costs a fraction of all of them.
 """
 
+import gc
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from dpipe.config.load import Config
+from dpipe.config.wires import wire_of
 from dpipe.machines.seats import message_network_of
 from dpipe.memory.fit import held_by_rank, in_run
 from dpipe.memory.layers import Stages
@@ -29,7 +34,9 @@ from dpipe.plan.forecast import (
     agreeing_share,
     ballots_over,
     evaluation_schedule,
+    fullest,
     mean_step_us,
+    parts_of,
     replicas_of,
     server_ranks,
     with_exchange,
@@ -40,11 +47,13 @@ from dpipe.schedule.generate import AUTO, ONE_F_ONE_B, ZERO_BUBBLE, generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.size import num_messages
-from dpipe.search.auto import search
+from dpipe.search.auto import pipeline_on, search
+from dpipe.search.clock import Replay, programs_of
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.exchanges import Part, Replicas
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period, simulate
+from dpipe.wire.format import HopFormats
 
 # What a rank may hold, in whole parts: machines have unequal memory, and a search of schedules
 # knows one limit.
@@ -52,6 +61,10 @@ _PARTS_OF_MEMORY = 1 << 20
 # Of a step's exchange, in a plan's simulation; finer parts make it longer, and the step hardly
 # shorter.
 _MOST_MESSAGES = 8_000
+# A large step's order is not searched any further where it is as close as this to the bound. In
+# small ones, whose whole search takes less than a second, it might be better for other replicas.
+_CLOSE = 0.0015
+_LARGE = 1_500  # computations
 _PLENTY = 1.25  # times what is needed: then nothing is counted
 
 
@@ -89,6 +102,11 @@ class Trial:
         # By stage, what its smallest machine has.
         self.memory_bytes = units.memory_bytes[placement.seats].min(axis=0)
 
+    @property
+    def formats(self) -> HopFormats:
+        shape = self.placement.shape
+        return HopFormats(shape.forward_wires, shape.backward_wires)
+
     @cached_property
     def network(self) -> Network:
         """Between all stages of all replicas."""
@@ -121,7 +139,7 @@ class Trial:
     def _cost(self, replica: int) -> Cost:
         problem = self.problem
         shape = self.placement.shape
-        ends = self.placement.ends
+        ends = self.placement.ends_of(replica)
         times = problem.times(shape)
         units = problem.units(shape.tensor_parallel)
         kinds = units.kind[self.placement.seats[replica]]
@@ -140,8 +158,9 @@ class Trial:
             weight_us=stages_us(times.weight),
             activation_bytes=_whole(forward[hops, last_layers]),
             gradient_bytes=_whole(backward[hops, last_layers]),
-            reduce_bytes=self._parameter_bytes,
+            reduce_bytes=self._parameter_bytes(replica),
             tied_bytes=problem.whole_model(self.config).tied_bytes,
+            frozen=int((ends[1:] <= problem.whole_model(self.config).frozen).sum()),
         )
         return with_exchange(self.config, self._gathered(cost))
 
@@ -156,31 +175,34 @@ class Trial:
             gradient_bytes=cost.gradient_bytes,
         )
 
-    @cached_property
-    def _parameter_bytes(self) -> tuple[int, ...]:
+    def _parameter_bytes(self, replica: int) -> tuple[int, ...]:
         """By stage."""
         whole = self.problem.whole_model(self.config)
         of_stages = []
-        for start, end in pairwise(self.placement.ends):
+        for start, end in pairwise(self.placement.ends_of(replica)):
             of_layers = whole.parameter_bytes[start:end]
             of_stages.append(sum(of_layers))
         return tuple(of_stages)
 
     @cached_property
     def replicas(self) -> Replicas | None:
-        cost = replace(self.costs[0], reduce_bytes=self._parameter_bytes)
         if self.placement.shape.replicas == 1:
             return None
+        parameter_bytes = self._parameter_bytes(0)
+        cost = replace(self.costs[0], reduce_bytes=parameter_bytes)
+        parts: tuple[Part, ...] = ()
+        if self.config.pipeline.splits:
+            parts = parts_of(self.config, self.problem.whole_model(self.config))
         has_server = self.config.data_parallel.active_kind.has_server
         shape = self.placement.shape
         # A simulation takes as long as it has messages, and a plan simulates a dozen placements.
-        of_a_part = shape.stages * num_messages(shape.replicas, 1, has_server=has_server)
+        num_parts = len(parts) or shape.stages
+        of_a_part = num_parts * num_messages(shape.replicas, 1, has_server=has_server)
         most_parts = max(1, _MOST_MESSAGES // of_a_part)
-        chunk_bytes = max(
-            self.config.data_parallel.chunk_bytes, max(self._parameter_bytes) // most_parts
-        )
+        chunk_bytes = max(self.config.data_parallel.chunk_bytes, max(parameter_bytes) // most_parts)
         coarse = self.config.with_(data_parallel__chunk_bytes=chunk_bytes)
-        return replicas_of(coarse, cost)
+        rounds = replicas_of(coarse, cost)
+        return None if rounds is None else replace(rounds, parts=parts)
 
     @cached_property
     def stages(self) -> Stages:
@@ -188,8 +210,13 @@ class Trial:
         whole = self.problem.whole_model(self.config)
         if whole.memory_of is None:
             return ()
-        cut = tuple(np.diff(self.placement.ends).tolist())
-        return in_run(self.config, whole.memory_of(cut), server_ranks(self.config))
+        servers = server_ranks(self.config)
+        by_replica = []
+        parameter_bytes = []
+        for replica, cut in enumerate(self.placement.cuts):
+            by_replica.append(in_run(self.config, whole.memory_of(cut), servers))
+            parameter_bytes.append(self._parameter_bytes(replica))
+        return fullest(by_replica, parameter_bytes)
 
     def held(self, schedule: Schedule) -> list[int]:
         """By rank of the pipeline, in parts of what its machine has: `_PARTS_OF_MEMORY` are all."""
@@ -210,8 +237,10 @@ class Trial:
         shape = self.placement.shape
         held = self.problem.held(shape)
         ends = self.placement.ends
-        static = np.diff(held.static[ends])
-        under_way = shape.num_microbatches * np.diff(held.held[ends])
+        static = np.diff(held.static[ends], axis=-1)
+        # At worst all micro-batches are under way, or wait for their weight gradients.
+        of_each = np.diff(held.held[ends], axis=-1) + np.diff(held.deferred[ends], axis=-1)
+        under_way = shape.num_microbatches * of_each
         needed = static + under_way + held.working
         return bool((_PLENTY * needed < self.memory_bytes).all())
 
@@ -233,7 +262,8 @@ class Trial:
         return Placement(self.problem.cluster, seats).hosts
 
     def _lowered(self, schedule: Schedule, *, reduce: bool) -> Schedule:
-        return lower(schedule, tied=self.costs[0].tied_bytes > 0, reduce=reduce)
+        cost = self.costs[0]
+        return lower(schedule, tied=cost.tied_bytes > 0, reduce=reduce, frozen=cost.frozen)
 
     # One order for all replicas: what is good for the slowest cannot make another the slowest by
     # much, as they are cut alike.
@@ -262,22 +292,42 @@ class Trial:
         found = self.estimate
         return float(found.step_s[0] - found.replica_s[0].max()) * 1e6
 
-    def quickly(self) -> Evaluated:
-        """With the best of a few schedules, or the one that the job states. What replicas add to
-        the slowest one is estimated.
+    @cached_property
+    def by_clock(self) -> tuple[Evaluated, ...]:
+        """With a few schedules that fit, or the one that the job states, the best first: timed by
+        the clock of a search of schedules, which takes a tenth of what the simulator does. What
+        replicas add to the slowest one is estimated.
         """
-        best = Evaluated(self, self._generated(ONE_F_ONE_B.name), math.inf)
+        cost, network, _ = self._slowest
+        shape = self.placement.shape
+        pipeline = pipeline_on(
+            network,
+            cost,
+            shape.num_microbatches,
+            shape.stages,
+            ballots=ballots_over(self.config, network),
+        )
+        timed = []
         for schedule in self._few():
-            if not self.fits(schedule):
-                continue
-            step_us = period(self._alone(schedule), best.step_us) + self._agreeing_us
+            if self.fits(schedule):
+                score_us = Replay(pipeline, programs_of(schedule)).run().score_us
+                timed.append(Evaluated(self, schedule, score_us + self._agreeing_us))
+        return tuple(sorted(timed, key=attrgetter("step_us")))
+
+    def quickly(self) -> Evaluated:
+        """The best of these schedules as the simulator sees it, for the slowest replica alone."""
+        best = Evaluated(self, self._generated(ONE_F_ONE_B.name), math.inf)
+        for schedule in [found.schedule for found in self.by_clock]:
+            most_us = best.step_us - self._agreeing_us
+            step_us = period(self._alone(schedule), most_us) + self._agreeing_us
             if step_us < best.step_us:
                 best = Evaluated(self, schedule, step_us)
         return best
 
     def fully(self, schedule: Schedule) -> Evaluated:
         """All replicas and their exchange, with a schedule that fits."""
-        predicted = self.forecast(schedule)
+        with _no_cycles_sought():
+            predicted = self.forecast(schedule)
         return Evaluated(self, schedule, predicted.step_us, predicted)
 
     def improved(self, known: Evaluated) -> Evaluated:
@@ -293,6 +343,7 @@ class Trial:
             ballots=ballots_over(self.config, network),
             held_bytes=None if self._has_plenty else self.held,
             most_bytes=_PARTS_OF_MEMORY,
+            close=_CLOSE if self._num_computations >= _LARGE else 0.0,
         )
         if not self.fits(schedule):
             return known
@@ -300,6 +351,12 @@ class Trial:
         if step_us < known.step_us:
             return Evaluated(self, schedule, step_us)
         return known
+
+    @property
+    def _num_computations(self) -> int:
+        """Of a replica's step, with backward passes in halves."""
+        shape = self.placement.shape
+        return 3 * shape.stages * shape.num_microbatches
 
     def forecast(self, schedule: Schedule) -> Forecast:
         """As `plan.forecast` has it, on these machines."""
@@ -315,7 +372,7 @@ class Trial:
         )
         timeline = a_step(replicas=scenario.replicas)
         return Forecast(
-            split=tuple(np.diff(self.placement.ends).tolist()),
+            split=self.placement.cuts[0],
             schedule=scenario.schedule,
             eval_schedule=evaluation_schedule(scenario.schedule),
             cost=scenario.cost,
@@ -323,8 +380,11 @@ class Trial:
             timeline=timeline,
             replicas=self.replicas,
             agreeing_share=agreeing_share(self.config),
+            inner_steps=self.config.data_parallel.known_inner_steps,
             step_us=mean_step_us(self.config, timeline, a_step, self.replicas),
             memory=peak_memory(schedule, self.stages) if self.stages else (),
+            formats=self.formats,
+            splits=self.config.pipeline.splits,
         )
 
     def _few(self) -> Iterator[Schedule]:
@@ -344,7 +404,28 @@ class Trial:
         limit = self.config.pipeline.memory_limit
         if name == ZERO_BUBBLE.name:
             parameters = {"memory_limit": limit} | parameters
-        return generate(name, shape.stages, shape.num_microbatches, stages_per_rank=1, **parameters)
+        return generate(
+            name,
+            shape.stages,
+            shape.num_microbatches,
+            stages_per_rank=1,
+            num_slices=1,
+            **parameters,
+        )
+
+
+@contextmanager
+def _no_cycles_sought() -> Iterator[None]:
+    """A simulation keeps a million small objects: to look for cycles among them, of which it makes
+    none, takes a fifth of its time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _whole(sizes: Floats) -> tuple[int, ...]:
@@ -354,11 +435,15 @@ def _whole(sizes: Floats) -> tuple[int, ...]:
 def planned_config(problem: PlanProblem, placement: Placed) -> Config:
     """The job with all that was decided. Raises `ConfigError` where that does not fit together."""
     shape = placement.shape
-    wire = shape.forward_wires[0] if shape.forward_wires else problem.config.pipeline.wire
+    cuts = placement.cuts
+    wire: Any = problem.choices.stated_wire
+    if wire is None:
+        wire = wire_of(HopFormats(shape.forward_wires, shape.backward_wires))
     return problem.config.with_(
         train__num_microbatches=shape.num_microbatches,
         pipeline__stages=shape.stages,
-        pipeline__split=tuple(np.diff(placement.ends).tolist()),
+        pipeline__split=cuts[0] if len(cuts) == 1 else "estimated",
+        pipeline__splits=cuts if len(cuts) > 1 else (),
         pipeline__schedule=shape.schedule,
         pipeline__recompute=shape.recompute,
         pipeline__wire=wire,

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpipe.machines.machine import Cluster, Machine
 from dpipe.placement.climb import Climb, Placed, best_of
-from dpipe.placement.estimate import Estimate, estimate
+from dpipe.placement.estimate import GBIT, Estimate, estimate
 from dpipe.placement.priced import names_of
 from dpipe.placement.problem import PlanProblem
 from dpipe.placement.search import Starts
@@ -41,6 +41,19 @@ class SeatReport:
 
 
 @dataclass(frozen=True)
+class LinkReport:
+    """Between two stages of one replica, towards the later one and back."""
+
+    replica: int
+    stage: int  # the earlier of the two
+    gbps: float
+    back_gbps: float
+    delay_ms: float
+    full: float  # of the step's time, in which it sends; without delays
+    back_full: float
+
+
+@dataclass(frozen=True)
 class WhatIf:
     """What another condition would bring."""
 
@@ -55,7 +68,7 @@ def seat_reports(decided: Decided) -> list[SeatReport]:
     found = decided.best.trial.estimate
     step_s = float(found.step_s[0])
     bound = _bounds(found)
-    layers = np.diff(placement.ends)
+    cuts = placement.cuts
     reports = []
     for seat, name in enumerate(names_of(decided.problem, placement)):
         replica, stage = divmod(seat, stages)
@@ -64,7 +77,7 @@ def seat_reports(decided: Decided) -> list[SeatReport]:
             replica=replica,
             stage=stage,
             machine=name,
-            layers=int(layers[stage]),
+            layers=cuts[replica % len(cuts)][stage],
             computes=float(found.computing_s[place]) / step_s,
             sends=float(found.sending_s[place]) / step_s,
             receives=float(found.receiving_s[place]) / step_s,
@@ -98,6 +111,35 @@ def _memory(decided: Decided, name: str, stage: int) -> float:
     if forecast is None or not forecast.memory or memory_gb is None:
         return 0.0
     return forecast.memory[stage].total / (memory_gb * 1e9)
+
+
+def link_reports(decided: Decided) -> list[LinkReport]:
+    """Of every hop, replica after replica."""
+    placement = decided.best.placement
+    shape = placement.shape
+    problem = decided.problem
+    units = problem.units(shape.tensor_parallel)
+    step_s = decided.best.step_us / 1e6
+    forward, backward = problem.sent_bytes(shape)
+    reports = []
+    for replica, seats in enumerate(placement.seats.tolist()):
+        for stage, (here, there) in enumerate(pairwise(seats)):
+            last_layer = placement.ends_of(replica)[stage + 1] - 1
+            forward_gbit = shape.num_microbatches * forward[stage, last_layer] * GBIT
+            backward_gbit = shape.num_microbatches * backward[stage, last_layer] * GBIT
+            gbps = float(units.gbps[here, there])
+            back_gbps = float(units.gbps[there, here])
+            report = LinkReport(
+                replica=replica,
+                stage=stage,
+                gbps=gbps,
+                back_gbps=back_gbps,
+                delay_ms=float(units.delay_s[here, there]) * 1e3,
+                full=float(forward_gbit / gbps / step_s),
+                back_full=float(backward_gbit / back_gbps / step_s),
+            )
+            reports.append(report)
+    return reports
 
 
 def what_ifs(decided: Decided) -> list[WhatIf]:
@@ -146,10 +188,11 @@ def _smaller_formats(decided: Decided) -> Iterator[WhatIf]:
     placement = decided.best.placement
     shape = placement.shape
     # What the job states is the user's decision, and one stage sends nothing.
-    stated = "wire" in decided.problem.config.pipeline.model_fields_set
+    stated = decided.problem.choices.stated_wire is not None
     if stated or shape.stages == 1:
         return
-    now_bytes = wire_bytes(shape.forward_wires[0], _MUCH)
+    used = {*shape.forward_wires, *shape.backward_wires}
+    now_bytes = min(wire_bytes(name, _MUCH) for name in used)
     for name in ("bf16", "int8"):
         if wire_bytes(name, _MUCH) >= now_bytes:
             continue
@@ -188,9 +231,13 @@ def _starts(larger: PlanProblem, decided: Decided) -> Iterator[Placed]:
     yield _extended(larger, decided, starts.fitted(shape))
     if shape.stages == larger.num_layers or larger.choices.stages is not None:
         return
-    wires = shape.forward_wires[:1] or larger.choices.wires[:1]
-    hops = wires * shape.stages
-    longer = replace(shape, stages=shape.stages + 1, forward_wires=hops, backward_wires=hops)
+    hops = larger.choices.smallest_wires(shape.stages)
+    longer = replace(
+        shape,
+        stages=shape.stages + 1,
+        forward_wires=hops.forward,
+        backward_wires=hops.backward,
+    )
     if longer.num_seats <= len(larger.units(shape.tensor_parallel)):
         yield starts.fitted(longer)
 
@@ -200,7 +247,7 @@ def _extended(larger: PlanProblem, decided: Decided, otherwise: Placed) -> Place
     placement = decided.best.placement
     num_units = len(larger.units(placement.shape.tensor_parallel))
     new = np.arange(len(placement.order), num_units)
-    if not len(new):
+    if not len(new) or len(placement.cuts) > 1:
         return otherwise
     orders = np.concatenate([placement.order, new])[None]
     ends = placement.ends[None]

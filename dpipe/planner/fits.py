@@ -1,13 +1,16 @@
 """Whether a plan is one for this job and these machines, and the job as it then runs."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpipe.config.load import Config, load
+from dpipe.config.wires import WireTable
 from dpipe.errors import ConfigError
 from dpipe.machines.file import load_machines
 from dpipe.machines.machine import Cluster
+from dpipe.plan.on_machines import digest_of_layers
 from dpipe.planner.plan_file import Plan, load_plan
 from dpipe.toml import to_toml
 
@@ -29,7 +32,8 @@ def planned(
     plan = load_plan(plan_path)
     config = load(path, overrides, trust_code=trust_code)
     refuse_other_job(plan, config, f"plan {plan_path}")
-    planned_overrides = (*overrides, *plan.overrides)
+    # A job that asks for a plan of its own gets this one.
+    planned_overrides = (*overrides, *plan.overrides, "pipeline.plan=none")
     if config.predict.machines is None:
         return planned_overrides
     refuse_other_machines(plan, load_machines(config.predict.machines))
@@ -38,12 +42,32 @@ def planned(
     return (*planned_overrides, f"predict.seats={to_toml(seats)}")
 
 
+def refuse_other_seat(plan_path: str | Path, rank: int, name: str) -> None:
+    """Raises `ConfigError` where the plan has `rank` on another machine than `name`."""
+    seats = load_plan(plan_path).seats
+    if rank >= len(seats):
+        return  # of too many processes the run itself says more
+    seat = seats[rank]
+    # As `dpipe measure` calls machines of one host name: with their number behind it.
+    if re.fullmatch(rf"{re.escape(name)}(-\d+-*)?", seat):
+        return
+    own = [number for number, other in enumerate(seats) if other == name]
+    hint = "the plan leaves this machine out"
+    if own:
+        hint = f"start --rank {' or '.join(map(str, own))} here"
+    raise ConfigError(
+        f"plan {plan_path} has rank {rank} on {seat}, but this is {name}: {hint}, or say which "
+        "machine of the plan this is (--name)"
+    )
+
+
 def refuse_other_job(plan: Plan, config: Config, where: str = "the plan") -> None:
     """Raises `ConfigError` with the difference."""
-    if plan.model != config.layers_digest():
+    digest = digest_of_layers(config)
+    if plan.model != digest:
         raise ConfigError(
             f"{where} is of another model: its digest is {plan.model}, that of the job "
-            f"{config.layers_digest()}; plan this job, or take the job that was planned"
+            f"{digest}; plan this job, or take the job that was planned"
         )
     differences = []
     for section, keys in plan.settings.items():
@@ -52,6 +76,7 @@ def refuse_other_job(plan: Plan, config: Config, where: str = "the plan") -> Non
             own = getattr(stated, key, None)
             # A file has lists where a configuration has tuples.
             own = list(own) if isinstance(own, tuple) else own
+            own = own.model_dump() if isinstance(own, WireTable) else own
             if own in _LEFT_OPEN:
                 continue
             if key in stated.model_fields_set and own != value:

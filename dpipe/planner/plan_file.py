@@ -28,7 +28,7 @@ from dpipe.toml import parse_toml, read_text, to_toml
 DECIDED: Mapping[str, frozenset[str]] = {
     "train": frozenset({"num_microbatches"}),
     "pipeline": frozenset(
-        {"stages", "split", "schedule", "in_flight", "programs", "recompute", "wire"}
+        {"stages", "split", "splits", "schedule", "in_flight", "programs", "recompute", "wire"}
     ),
     "tensor_parallel": frozenset({"size"}),
     "data_parallel": frozenset({"kind", "replicas", "wire"}),

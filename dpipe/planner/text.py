@@ -9,6 +9,7 @@ from dpipe.planner.decide import Decided
 from dpipe.planner.evaluate import Evaluated
 from dpipe.planner.explain import SeatReport, WhatIf, seat_reports, what_ifs
 from dpipe.timeline.summary import summarise
+from dpipe.toml import to_toml
 
 _ALTERNATIVES = 4
 _SEATS = 64  # whose machines are listed one by one
@@ -33,13 +34,13 @@ def as_row(decided: Decided) -> dict[str, Any]:
         "price_per_million_tokens": plan.price_per_million_tokens,
         "stages": shape.stages,
         "replicas": [list(names) for names in plan.replicas],
-        "layers_per_stage": list(plan.settings["pipeline"]["split"]),
+        "layers_per_stage": _layers_per_stage(best),
         "tensor_parallel": shape.tensor_parallel,
         "num_microbatches": shape.num_microbatches,
         "micro_batch_size": best.config.microbatch_size,
         "schedule": best.schedule.name,
         "recompute": shape.recompute,
-        "wire": best.config.pipeline.wire,
+        "wire": best.config.pipeline.model_dump()["wire"],
         "data_parallel": {"kind": shape.kind, "wire": shape.exchange_wire},
         "connections": best.network.connections,
         "left_out": list(decided.left_out),
@@ -47,6 +48,12 @@ def as_row(decided: Decided) -> dict[str, Any]:
         "what_if": [asdict(each) for each in what_ifs(decided)],
         "alternatives": [_alternative(decided, each) for each in decided.others[:_ALTERNATIVES]],
     }
+
+
+def _layers_per_stage(found: Evaluated) -> list[Any]:
+    """By replica where these are cut differently."""
+    cuts = [list(cut) for cut in found.placement.cuts]
+    return cuts[0] if len(cuts) == 1 else cuts
 
 
 def _alternative(decided: Decided, found: Evaluated) -> dict[str, Any]:
@@ -79,7 +86,10 @@ def _lines(decided: Decided, row: dict[str, Any]) -> Iterator[str]:
     yield f"pipeline        {_pipeline(row)}"
     yield f"schedule        {row['schedule']}"
     yield f"recompute       {row['recompute']}"
-    yield f"wire            {row['wire']} between stages, {row['connections']} connections a link"
+    wire = row["wire"]
+    if not isinstance(wire, str):
+        wire = to_toml(wire)
+    yield f"wire            {wire} between stages, {row['connections']} connections a link"
     if len(row["replicas"]) > 1:
         kind = row["data_parallel"]["kind"]
         yield f"replicas agree  by {kind}, wire {row['data_parallel']['wire']}"

@@ -1,6 +1,7 @@
 """Which rank a process is, and how the ranks of a machine are started and stopped.
 
 environment.py   which rank a process is; the only reader of the process's environment
+imports.py       imports that stay, left out of the collection of garbage
 launch.py        all ranks as processes of this machine: signals, logs, exit code
 leash.py         the program between launcher and rank: the rank ends when the launcher dies
 signals.py       a rank that is asked to stop stops after its step

@@ -12,13 +12,13 @@ Rank 0 makes the coordinator's server, the others find it:
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 from dpipe.errors import ConfigError, JoinError
 
-LAYER_COSTS = "DPIPE_LAYER_COSTS"  # the text of plan/launcher_costs.py
+LAYER_COSTS = "DPIPE_LAYER_COSTS"  # the text of probe/launcher_costs.py
 _PUBLISH_S = 60.0  # for torchrun's agent to answer; it was up before its ranks
 # gRPC 1.85 moves bytes faster with its older event loop, and that one faster with poll than with
 # epoll (`dpipe bench transport`).
@@ -99,6 +99,7 @@ class ProcessInfo:
     store: AgentStore | None = None
     token: str = field(default="", repr=False)  # that peers must show
     layer_costs: str = field(default="", repr=False)  # as its launcher counted them, if it has
+    coordinator_is_elsewhere: bool = False  # in a process of its own: rank 0 starts none
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -108,6 +109,12 @@ class ProcessInfo:
             )
         if self.coordinator is not None:
             _check_address(self.coordinator)
+
+    def meeting(self, name: str) -> "ProcessInfo":
+        """The same for a meeting before the run: torchrun's store keeps an address a key."""
+        if self.store is None:
+            return self
+        return replace(self, store=replace(self.store, key=f"{self.store.key}/{name}"))
 
     @property
     def port(self) -> int:

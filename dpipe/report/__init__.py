@@ -1,8 +1,10 @@
 """What a person sees of a run, while it trains and after it.
 
+chrome.py       a timeline as a trace for Perfetto and chrome://tracing
 display.py      rows of metrics on rank 0's terminal: a live line, or plain lines elsewhere
 efficiency.py   how much of a device's arithmetic a step uses (no torch)
 metrics.py      rows of metrics on disk: metrics.jsonl and TensorBoard
+prometheus.py   rows of metrics for Prometheus, which asks for them
 rows.py         rows of metrics on their way from rank 0 to the process that launched it
 pace.py         how far a bench is and how long it will take; the minute of `--quick`
 summary.py      the summary that rank 0 prints at the end of a run

@@ -2,13 +2,19 @@
 
 import io
 import logging
+import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_RECENT = 20  # steps that the time left is estimated from
+_LARGEST_LOSS = 20.0
 
 LOG = logging.getLogger("dpipe")
 
@@ -77,6 +83,7 @@ class Display:
     def __init__(self, console: Console, first_step: int, num_steps: int) -> None:
         self._console = console
         self._num_steps = num_steps
+        self._step_s = deque[float](maxlen=_RECENT)
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -104,14 +111,32 @@ class Display:
     def show(self, row: Mapping[str, Any]) -> None:
         """`row` as `Metrics.write` gets it: of a training step, or of a held-out loss."""
         if "held_out_loss" in row:
-            self._print(f"step {row['step']}  held-out loss {row['held_out_loss']:.4f}")
-        elif self._progress is not None:
+            self._print(f"step {row['step']}  {describe_held_out(row)}")
+            return
+        self._step_s.append(row["step_s"])
+        if self._progress is not None:
             self._progress.update(self._task, completed=row["step"] + 1, text=describe(row))
         else:
-            self._print(f"step {row['step'] + 1}/{self._num_steps}  {describe(row)}")
+            line = f"step {row['step'] + 1}/{self._num_steps}  {describe(row)}"
+            self._print(f"{line}  ETA {self._left(row['step'] + 1)}")
+
+    def _left(self, done: int) -> str:
+        """The time that is left, by the last steps: `0:12:30`."""
+        step_s = sum(self._step_s) / len(self._step_s)
+        return str(timedelta(seconds=round(step_s * (self._num_steps - done))))
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def describe_held_out(row: Mapping[str, Any]) -> str:
+    """`held-out loss 2.5310, perplexity 12.57`."""
+    loss = row["held_out_loss"]
+    parts = [f"held-out loss {loss:.4f}"]
+    # Of more than this no model has learned anything, and no number would fit.
+    if loss < _LARGEST_LOSS:
+        parts.append(f"perplexity {math.exp(loss):.2f}")
+    return ", ".join(parts)
 
 
 def describe(row: Mapping[str, Any]) -> str:
@@ -126,6 +151,8 @@ def describe(row: Mapping[str, Any]) -> str:
         parts.append(f"MFU {row['mfu']:.0%}")
     if "left_out" in row:
         parts.append("left out replica " + ", ".join(map(str, row["left_out"])))
+    if row.get("goodput", 1.0) < 1.0:
+        parts.append(f"goodput {row['goodput']:.1%}")
     rates = [f"{link} {rate:.1f}" for link, rate in sorted(row["mb_per_s"].items())]
     if rates:
         parts.append("MB/s " + " ".join(rates))

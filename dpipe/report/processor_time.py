@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpipe.schedule.action import Op
+from dpipe.schedule.action import COMPUTE, Op
 from dpipe.timeline.span import Lane, Span
 from dpipe.timeline.votes import COORDINATOR
 
@@ -100,10 +100,11 @@ def between_us(spans: Sequence[Span]) -> float:
     return sum(span.cpu_us for span in spans if span.lane is Lane.BETWEEN)
 
 
-def in_compute(span: Span) -> bool:
-    """Whether its processor time belongs to the computation, or the vote, of its action."""
-    # A tensor-parallel group waits for its exchange; a ballot is written in the wait for a verdict.
-    return span.lane is Lane.TENSOR or _casts_ballot(span)
+def in_vote(span: Span) -> bool:
+    """Whether its processor time belongs to the vote, or the update, of its action."""
+    # A tensor-parallel group exchanges there, too; a ballot is written in the wait for a verdict.
+    exchanges = span.lane is Lane.TENSOR and span.action.op not in COMPUTE
+    return exchanges or _casts_ballot(span)
 
 
 def _casts_ballot(span: Span) -> bool:

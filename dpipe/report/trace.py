@@ -7,8 +7,9 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,11 +22,12 @@ from dpipe.errors import CheckpointError, ConfigError, ScheduleError
 from dpipe.machines.seats import Seats
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import assumed_network
+from dpipe.report.chrome import chrome_trace
 from dpipe.report.processor_time import (
     StepCpu,
     between_us,
     ends_of,
-    in_compute,
+    in_vote,
     message_cpu,
     python_us,
 )
@@ -35,9 +37,8 @@ from dpipe.schedule.exchange import exchange
 from dpipe.schedule.schedule import Schedule
 from dpipe.store.run_folder import needing_room, refuse_links
 from dpipe.store.storage import regular_bytes
-from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.exchanges import Part, Replicas
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import Steady
 from dpipe.timeline.span import Lane, Span, Timeline
@@ -153,10 +154,12 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
     schedule = inputs.schedule
     table = {
         "num_microbatches": schedule.num_microbatches,
+        "num_slices": schedule.num_slices,
         "rank_of_stage": schedule.rank_of_stage,
         "programs": [[str(action) for action in program] for program in schedule.programs],
         "name": schedule.name,
         "tied": schedule.tied,
+        "frozen": schedule.frozen,
         "cost": asdict(inputs.cost),
         "network": inputs.network,
         "connections": inputs.connections,
@@ -223,12 +226,19 @@ def _inputs(table: PlanTable, path: Path) -> TraceInputs:
 def _as_table(replicas: Replicas) -> dict[str, Any]:
     keys = ("name", "num_replicas", "num_parts", "barrier", "stale")
     settings = {key: getattr(replicas.exchange, key) for key in keys}
-    return {"exchange": settings, "servers": replicas.servers, "delayed": replicas.delayed}
+    parts = [(part.stages, part.reduce_bytes, part.gather_bytes) for part in replicas.parts]
+    return {
+        "exchange": settings,
+        "servers": replicas.servers,
+        "delayed": replicas.delayed,
+        "parts": parts,
+    }
 
 
 def _replicas(table: ReplicasTable) -> Replicas:
     rounds = exchange(**table.exchange.model_dump())
-    return Replicas(rounds, table.servers, table.delayed)
+    parts = tuple(Part(*row) for row in table.parts)
+    return Replicas(rounds, table.servers, table.delayed, parts)
 
 
 @dataclass(frozen=True)
@@ -321,8 +331,13 @@ def measured_cost(inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]) -
         weight_us=by_stage(Op.W),
         update_us=by_stage(Op.STEP),
         vote_us=by_stage(Op.VOTE),
+        exchange_forward_us=(),
+        exchange_backward_us=(),
+        exchanges=(),
     )
-    return _with_python(measured, inputs, by_rank) if hosted else measured
+    if not hosted:
+        return measured
+    return _with_python(_with_exchanges(measured, inputs, by_rank), inputs, by_rank)
 
 
 def _mean_times_us(
@@ -338,9 +353,46 @@ def _mean_times_us(
             if span.lane in (Lane.COMPUTE, Lane.UPDATE):
                 counts[place] += 1
                 sums_us[place] += span.cpu_us if on_cores else span.duration_us
-            elif on_cores and in_compute(span):
+            elif on_cores and in_vote(span):
                 sums_us[place] += span.cpu_us
     return {place: sums_us[place] / count for place, count in counts.items()}
+
+
+def _with_exchanges(
+    cost: Cost, inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]
+) -> Cost:
+    """`cost` with what a tensor-parallel group's exchanges take of a core in a computation: the
+    sum over the group, because they are done one after the other.
+    """
+    cpu_us = _exchanged(by_rank, lambda span: inputs.tensor_size * span.cpu_us)
+    number = _exchanged(by_rank, lambda span: 1)
+
+    def by_stage(means: Mapping[tuple[int, Op], float], *ops: Op) -> tuple[float, ...]:
+        """Of the computation, among `ops`, that has most."""
+        stages = range(inputs.schedule.num_stages)
+        return tuple(max(means.get((stage, op), 0.0) for op in ops) for stage in stages)
+
+    return replace(
+        cost,
+        exchange_forward_us=by_stage(cpu_us, Op.F),
+        exchange_backward_us=by_stage(cpu_us, Op.B, Op.I),
+        exchanges=tuple(map(math.ceil, by_stage(number, Op.F, Op.B, Op.I))),
+    )
+
+
+def _exchanged(
+    by_rank: Sequence[Sequence[StepSpans]], value: Callable[[Span], float]
+) -> dict[tuple[int, Op], float]:
+    """The sum of `value` over the exchanges of a computation, a mean by stage and op."""
+    sums: dict[tuple[int, Op], float] = defaultdict(float)
+    computations: dict[tuple[int, Op], int] = defaultdict(int)
+    for span in (span for steps in by_rank for step in steps for span in step.spans):
+        place = (span.action.stage, span.action.op)
+        if span.lane is Lane.COMPUTE:
+            computations[place] += 1
+        elif span.lane is Lane.TENSOR:
+            sums[place] += value(span)
+    return {place: sums[place] / count for place, count in computations.items()}
 
 
 def _with_python(cost: Cost, inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]) -> Cost:

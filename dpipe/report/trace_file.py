@@ -34,10 +34,17 @@ class ExchangeTable(BaseModel):
     stale: bool
 
 
+class PartRow(NamedTuple):
+    stages: tuple[Rank, ...]
+    reduce_bytes: Annotated[int, Field(ge=0, le=2**53)]
+    gather_bytes: Annotated[int, Field(ge=0, le=2**53)]
+
+
 class ReplicasTable(BaseModel):
     exchange: ExchangeTable
     servers: tuple[Rank, ...]
     delayed: bool
+    parts: tuple[PartRow, ...] = ()
 
 
 class HostRow(NamedTuple):
@@ -63,6 +70,12 @@ class PlanTable(BaseModel):
     tensor_size: AtLeast1 = 1
     waits_for_verdict: bool = False
     seats: Annotated[tuple[Text, ...], Field(max_length=MAX_RANKS)] = ()
+    frozen: Annotated[int, Field(ge=0, le=2**31)] = 0
+    num_slices: Annotated[int, Field(ge=1, le=1 << 24)] = 1
+
+    @property
+    def num_pieces(self) -> int:
+        return self.num_microbatches * self.num_slices
 
     @property
     def num_replicas(self) -> int:
@@ -75,7 +88,7 @@ class PlanTable(BaseModel):
     def check_counts(self) -> None:
         """Raises `ValueError` if there is more of anything than a run has."""
         num_stages = len(self.rank_of_stage)
-        reason = too_large(num_stages, self.num_microbatches, self.num_replicas)
+        reason = too_large(num_stages, self.num_pieces, self.num_replicas)
         if reason is None and self.replicas is not None:
             reason = too_many_messages(
                 num_stages,
@@ -88,15 +101,28 @@ class PlanTable(BaseModel):
         if reason is not None:
             raise ValueError(reason)
         # Before the schedule is walked, which goes by micro-batch and stage, not by action.
-        num_computations = num_stages * self.num_microbatches
+        num_computations = num_stages * self.num_pieces
         num_actions = sum(map(len, self.programs))
         if not num_computations <= num_actions <= num_computations * _MAX_ACTIONS_OF_COMPUTATION:
             raise ValueError(
                 f"{num_actions} actions are none of {num_stages} stages and "
-                f"{self.num_microbatches} micro-batches"
+                f"{self.num_microbatches} micro-batches of {self.num_slices} slices"
             )
         if self.replicas is not None and len(self.replicas.servers) not in (0, num_stages):
             raise ValueError(f"{len(self.replicas.servers)} servers for {num_stages} stages")
+        self._check_parts(num_stages)
+
+    def _check_parts(self, num_stages: int) -> None:
+        parts = () if self.replicas is None else self.replicas.parts
+        if len(parts) > num_stages * self.num_replicas:
+            raise ValueError(f"{len(parts)} parts of {num_stages} stages")
+        for part in parts:
+            if max(part.stages, default=0) >= num_stages:
+                raise ValueError(f"a part on stage {max(part.stages)} of {num_stages}")
+        for replica in range(self.num_replicas if parts else 0):
+            held = {part.stages[replica] for part in parts if replica < len(part.stages)}
+            if len(held) < num_stages:
+                raise ValueError(f"replica {replica} has a stage without parts")
 
     def schedule(self) -> Schedule:
         """Raises `ScheduleError` or `ValueError` if it is none of these stages and ranks."""
@@ -107,6 +133,8 @@ class PlanTable(BaseModel):
             self.name,
             lowered=True,
             tied=self.tied,
+            frozen=self.frozen,
+            num_slices=self.num_slices,
         )
         _check_places(schedule)
         return schedule
@@ -129,7 +157,7 @@ def _belongs(schedule: Schedule, action: Action, rank: int) -> bool:
         return False
     if action.op in PER_RANK:
         return action == schedule.of_rank(rank, action.op)
-    return action.microbatch is None or action.microbatch < schedule.num_microbatches
+    return action.microbatch is None or action.microbatch < schedule.num_pieces
 
 
 class SpanRow(NamedTuple):

@@ -6,12 +6,13 @@ build.py              the composition root: what a rank is made of, put together
 join.py               a rank joins the others: coordinator and links
 stages.py             the stages of one rank
 tensor_groups.py      tensor-parallel groups find each other
-replay_ring.py        the tensor-parallel group of a replayed stage, over the run's links
 agreement.py          the configured kind of data parallelism, built
 parameter_servers.py  the run's parameter servers: in its ranks, or by themselves
 resume.py             which checkpoint every rank has, and copying its values in
 generate.py           text from a checkpoint
+export.py             a run of a published model, as Hugging Face's libraries read it
 measuring.py          what `dpipe measure` does: join the others, measure, write the file
+planning.py           `pipeline.plan = "auto"`: measure, plan, and then start
 results.py            trace inputs, summary and sample at the end of a run
 
 To change what a rank is made of: build.py's `assemble`, and the file above that makes the part.

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -11,12 +12,15 @@ from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import STORE_PORT
 from dpipe.dataparallel.base import DataParallel, Layers
-from dpipe.dataparallel.optimizer import AdamSettings, trained
+from dpipe.dataparallel.by_segment import BySegment, SomeLayers
+from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.torch_group import TorchGroup
 from dpipe.errors import JoinError
+from dpipe.optimizers.kinds import OptimizerSettings
 from dpipe.ranks import ParallelRanks
 from dpipe.run.parameter_servers import Servers, chunk_bytes
+from dpipe.schedule.segments import on_stage, segments_of
 from dpipe.transport.base import Transport
 from dpipe.wire.collective import open_store
 
@@ -30,27 +34,31 @@ def data_parallel(
     uncounted: Collection[str],
     servers: Servers | None = None,
     tied: Collection[str] = (),
+    *,
+    last_layer: int | None = None,
 ) -> DataParallel:
-    """The configured kind; with one replica, plain AdamW.
+    """The configured kind; with one replica, the optimizer alone.
 
-    `uncounted` names parameters that another rank counts in the norm of the gradient, `tied` the
-    copies of a shared weight. `servers` is needed where the kind has a server.
+    `last_layer` is the number of the model's last. `uncounted` names parameters that another rank
+    counts in the norm of the gradient, `tied` the copies of a shared weight. `servers` is needed
+    where the kind has a server.
     """
-    train = config.train
     kind = config.data_parallel.active_kind
+    segments = _segments(config, here, stages)
     setup = ReplicaSetup(
-        stages=stages,
-        adam=AdamSettings(train.learning_rate, train.weight_decay, train.betas),
+        stages=segments.held or stages,
+        settings=_settings(config, last_layer),
         learns=config.model.family.computes,
         options=config.data_parallel,
         replica=here.dp_rank,
         ranks=here.dp_group,
         links=links,
         open_torch_group=partial(torch_group, config, here, coordinator, stages.values()),
-        waits_for_verdict=train.waits_for_verdict,
+        waits_for_verdict=config.train.waits_for_verdict,
         message_bytes=chunk_bytes(config),
         uncounted=uncounted,
         tied=tied,
+        ranks_by_stage=segments.ranks,
     )
     build = function_at(kind.builder)
     built: DataParallel
@@ -62,7 +70,41 @@ def data_parallel(
         built = build(setup, accesses)
     else:
         built = build(setup)
-    return built
+    return BySegment(built, segments.by_stage) if segments.held else built
+
+
+def _settings(config: Config, last_layer: int | None) -> OptimizerSettings:
+    train = config.train
+    return OptimizerSettings(
+        train.learning_rate,
+        train.weight_decay,
+        train.betas,
+        name=train.optimizer,
+        last_layer=last_layer,
+    )
+
+
+@dataclass
+class _Segments:
+    """What this rank exchanges where replicas are cut differently; empty where they are not."""
+
+    by_stage: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # By segment: its layers, and who holds them in each replica.
+    held: dict[int, Layers] = field(default_factory=dict)
+    ranks: dict[int, list[int]] = field(default_factory=dict)
+
+
+def _segments(config: Config, here: ParallelRanks, stages: Mapping[int, Layers]) -> _Segments:
+    found = _Segments()
+    # No cuts, no segments: stages are exchanged whole, among the ranks of a DP group.
+    every = segments_of(config.pipeline.splits) if config.pipeline.splits else ()
+    for stage, layers in stages.items():
+        numbers = on_stage(every, here.dp_rank, stage)
+        found.by_stage[stage] = numbers
+        for number in numbers:
+            found.held[number] = SomeLayers(layers, every[number].layers)
+            found.ranks[number] = here.holders(every[number].stages)
+    return found
 
 
 @contextmanager
@@ -74,10 +116,7 @@ def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[Non
 
 
 def torch_group(
-    config: Config,
-    here: ParallelRanks,
-    coordinator: Coordination,
-    stages: Collection[Layers],
+    config: Config, here: ParallelRanks, coordinator: Coordination, stages: Collection[Layers]
 ) -> TorchGroup:
     """The torch.distributed group of this rank's DP group. Its first rank opens a store, and
     shares the port through the coordinator. Raises `JoinError` where a rank has no address.
@@ -109,12 +148,7 @@ def torch_group(
     return group
 
 
-def _warm_up(
-    group: TorchGroup,
-    pp_rank: int,
-    stages: Collection[Layers],
-    part_bytes: int,
-) -> None:
+def _warm_up(group: TorchGroup, pp_rank: int, stages: Collection[Layers], part_bytes: int) -> None:
     """NCCL makes its communicator at its first use. In a step that would wait for receives in
     progress, and they for it.
     """

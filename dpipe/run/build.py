@@ -4,62 +4,70 @@ run_rank   draft the run plan -> join -> open links -> assemble -> train -> trac
 assemble   stages, data parallelism, update and executor, put together as a trainer's `Job`
 """
 
+import logging
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from dpipe.config.load import Config
+from dpipe.config.wires import AUTO_WIRE, wire_of
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import DECISION
 from dpipe.data.feed import Feed, feed_of
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.rehearsal import rehearse
+from dpipe.engine.replay_ring import Ring, ring_peers
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import RunAborted, TransferError
-from dpipe.plan import launcher_costs
 from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
+from dpipe.probe import launcher_costs
 from dpipe.processes.environment import ProcessInfo, load_kernels_at_start
 from dpipe.processes.signals import stop_on_signals
 from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
-from dpipe.report.rows import OnRow
+from dpipe.report.prometheus import PrometheusPort
+from dpipe.report.rows import OnRow, Row
 from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
-from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.results import Outcome, shared_cores, show_result, utilisation
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
+from dpipe.schedule.segments import segments_of
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store.identity import RunIdentity, agreed_identity, claimed
 from dpipe.store.run_folder import (
+    chosen_before,
     logging_to,
     opened,
     refuse_folder,
     save_configuration,
+    with_chosen,
 )
 from dpipe.streams import Streams, streams_of
 from dpipe.transport.base import Transport
 from dpipe.transport.kinds import TRANSPORTS
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
+
+LOG = logging.getLogger("dpipe")
 
 
 def run_rank(
@@ -84,40 +92,57 @@ def run_rank(
     # Before anybody is met: a damaged checkpoint ends this rank alone, with exit code 2.
     start = find_start(config, run_plan, rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    peers = _peers(run_plan, rank)
-    # In this order: what ranks say while they join is in the folder's log, and a folder that was
-    # made for ranks that could not join is taken back.
-    with (
-        opened(config, resume, rank) as folder,
-        logging_to(folder, rank),
-        joined(config, process, peers, join_s, streams) as (coordinator, transport),
-    ):
+    meeting = joined(config, process, peers_of(run_plan, rank), join_s, streams)
+    with _in_folder(config, resume, rank, meeting) as (folder, coordinator, transport):
         run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
+        config = with_chosen(config, run_plan.config)
         if resume:
             start = agreed_start(config, run_plan, start, coordinator, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
-            resources = _resources(run_plan, process, coordinator, transport, streams, stack)
+            resources = resources_of(run_plan, process, coordinator, transport, streams, stack)
             job = assemble(run_plan, resources, stack)
             restore(start, job.stages, job.update, job.here)
             start = None  # as large as the model and its moments
             job = _with_metrics(job, config, folder, first_step, console, on_row, stack)
             outcome = _train(job, resources, config, first_step)
-        if rank == 0:
+        if not rank:
             show_result(run_plan, outcome, folder, console)
 
 
+@contextmanager
+def _in_folder(
+    config: Config,
+    resume: bool,
+    rank: int,
+    meeting: AbstractContextManager[tuple[Coordination, Transport]],
+) -> Iterator[tuple[Path, Coordination, Transport]]:
+    """In this order: what ranks say while they join is in the folder's log, and a folder that was
+    made for ranks that could not join is taken back.
+    """
+    with (
+        opened(config, resume, rank) as folder,
+        logging_to(folder, rank, config.run),
+        meeting as (coordinator, transport),
+    ):
+        yield folder, coordinator, transport
+
+
 def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
+    if process.rank == 0:
+        refuse_folder(config, resume)
+    return checked_plan(config, process)
+
+
+def checked_plan(config: Config, process: ProcessInfo) -> RunPlan:
     """The run plan, with this process's device. Raises for all that can be wrong with what the user
-    gave.
+    gave, but for the run's folder.
     """
     torch.set_num_threads(config.node.threads)
-    # The first thing of all: CUDA reads the setting when it is initialised.
+    # Before CUDA is used at all: CUDA reads the setting when it is initialised.
     if TRANSPORTS[config.transport.kind].between_gpus:
         load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
-    if process.rank == 0:
-        refuse_folder(config, resume)
     # Every rank drafts, and they are alike; only what takes long is left to rank 0.
     probed = launcher_costs.from_text(config.digest(), process.layer_costs)
     run_plan = draft(config, probed=probed, choose=without_search, predicts_memory=False)
@@ -125,7 +150,7 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     return run_plan
 
 
-def _peers(run_plan: RunPlan, rank: int) -> set[int]:
+def peers_of(run_plan: RunPlan, rank: int) -> set[int]:
     """The ranks that this one has links to."""
     config = run_plan.config
     here = config.ranks_of(rank)
@@ -133,37 +158,76 @@ def _peers(run_plan: RunPlan, rank: int) -> set[int]:
     # so that each rank has fewer neighbours.
     stages = neighbours(run_plan.forecast.schedule, here.pp_rank)
     across_replicas = not config.data_parallel.active_kind.has_server
-    peers = here.peers(stages, across_replicas=across_replicas)
-    return peers | ring_peers(config, here)
+    cuts = config.pipeline.splits
+    if not cuts:
+        peers = here.peers(stages, across_replicas=across_replicas)
+        return peers | ring_peers(config, here)
+    # Not the ranks of the same stage: another replica may hold other layers there, and its links
+    # may not lead to where nothing has to be exchanged.
+    peers = here.peers(stages, across_replicas=False)
+    for segment in segments_of(cuts):
+        holders = here.holders(segment.stages)
+        if rank in holders:
+            peers |= {*holders} - {rank}
+    return peers
 
 
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
-    """With a measured split or schedule "auto": the model cut by the times that rank 0 measures for
-    each layer, and the schedule that rank 0 finds best. All ranks call it.
+    """With a measured split, or "auto" for schedule, wire or inner steps: the model cut by the
+    times that rank 0 measures for each layer, and what rank 0 finds best. With predict.machines the
+    cut of rank 0, whose file may not be another's. All ranks call it.
 
     Only rank 0 searches: ranks that share a machine's cores would take many times as long.
     """
     config = run_plan.config
     searches = config.pipeline.schedule == AUTO and not config.pipeline.programs
-    if config.pipeline.split != "measured" and not searches:
+    picks_formats = config.pipeline.wire == AUTO_WIRE
+    estimates = config.pipeline.split == "estimated" and not config.pipeline.splits
+    cuts_by_machines = estimates and config.predict.machines is not None
+    measures = config.pipeline.split == "measured"
+    averages_when_cheap = config.data_parallel.averages_when_cheap
+    if not any((measures, searches, picks_formats, cuts_by_machines, averages_when_cheap)):
         return run_plan
     decision = None  # the others' part: they draft again from what rank 0 decides
     if coordinator.rank == 0:
-        layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        found = draft(config, layer_s=layer_s, probed=run_plan.probed, predicts_memory=False)
-        schedule = found.forecast.schedule
-        decision = [layer_s, to_csv(schedule), schedule.name]
+        decision = _decided(run_plan, measures)
     decided = coordinator.share("plan", decision, config.timeouts.transfer, DECISION)[0]
     if decided is None:
         raise TransferError("rank 0 sent no plan, though the configuration leaves it to rank 0")
-    decided_s, programs, name = decided
+    decided_s, programs, name, wires, cut, inner_steps = decided
+    if cuts_by_machines:
+        config = config.with_(pipeline__split=tuple(cut))
+    if picks_formats:
+        forward, backward = wires
+        formats = HopFormats(tuple(forward), tuple(backward))
+        config = config.with_(pipeline__wire=wire_of(formats))
+    if averages_when_cheap:
+        config = config.with_(data_parallel__inner_steps=inner_steps)
     return draft(
         config,
         layer_s=None if decided_s is None else tuple(decided_s),
         probed=run_plan.probed,
-        choose=lambda *_: from_csv(programs, name),  # `draft` checks it as it checks its own
+        # `draft` checks it as it checks its own
+        choose=lambda *_: from_csv(programs, name, config.pipeline.sequence_slices),
         predicts_memory=False,
     )
+
+
+def _decided(run_plan: RunPlan, measures: bool) -> list[object]:
+    """What rank 0 tells the others."""
+    config = chosen_before(run_plan.config)
+    layer_s = measure_layers(run_plan) if measures else None
+    found = draft(config, layer_s=layer_s, probed=run_plan.probed, predicts_memory=False)
+    schedule = found.forecast.schedule
+    formats = found.forecast.formats
+    return [
+        layer_s,
+        to_csv(schedule),
+        schedule.name,
+        [formats.forward, formats.backward],
+        found.forecast.split,
+        found.forecast.inner_steps,
+    ]
 
 
 @dataclass(frozen=True)
@@ -181,15 +245,20 @@ class RankResources:
     identity: RunIdentity
 
 
-def _resources(
+def resources_of(
     run_plan: RunPlan,
     process: ProcessInfo,
     coordinator: Coordination,
     transport: Transport,
     streams: Streams,
     stack: ExitStack,
+    *,
+    stopping: AbstractContextManager[Callable[[], bool]] | None = None,
+    identity: RunIdentity | None = None,
 ) -> RankResources:
-    """`stack` closes what is opened here."""
+    """`stack` closes what is opened here. `stopping` gives what says whether this rank wishes to
+    stop, by default a signal; the `identity` of the run is by default that of rank 0's folder.
+    """
     config = run_plan.config
     here = config.ranks_of(process.rank)
     servers = stack.enter_context(
@@ -202,7 +271,7 @@ def _resources(
         )
     )
     # From here on a signal waits for the end of a step; before, there is nothing to save.
-    wants_stop = stack.enter_context(stop_on_signals())
+    wants_stop = stack.enter_context(stopping or stop_on_signals())
     group = tensor_group(config, here, coordinator)
     recorder = Recorder(process.rank, streams)
     if group is not None:
@@ -216,7 +285,7 @@ def _resources(
         servers=servers,
         group=group,
         wants_stop=wants_stop,
-        identity=agreed_identity("run", config, coordinator),
+        identity=identity or agreed_identity("run", config, coordinator),
     )
 
 
@@ -244,15 +313,24 @@ def _with_metrics(
     save_configuration(folder, config)
     display = stack.enter_context(Display(console, first_step, job.train.steps))
 
-    def show(row: Mapping[str, Any]) -> None:
+    prometheus = None
+    if config.node.metrics_port is not None:
+        host = config.node.bind or "127.0.0.1"
+        prometheus = PrometheusPort(host, config.node.metrics_port)
+        stack.callback(prometheus.close)
+        LOG.info("metrics for Prometheus at http://%s:%d/metrics", host, prometheus.port)
+
+    def show(row: Row) -> None:
         display.show(row)
+        if prometheus is not None:
+            prometheus.take(row)
         if on_row is not None:
             on_row(row)
 
     tensorboard = job.run.tensorboard
     metrics = Metrics(folder, first_step=first_step, tensorboard=tensorboard, show=show)
     stack.callback(metrics.close)
-    return replace(job, metrics=metrics)
+    return replace(job, on_row=metrics.write)
 
 
 def _train(job: Job, resources: RankResources, config: Config, first_step: int) -> Outcome:
@@ -261,6 +339,25 @@ def _train(job: Job, resources: RankResources, config: Config, first_step: int) 
     stopped = trainer.run()
     hosts = shared_cores(config, job.coordinator)
     return Outcome(stopped, trainer.next_step - first_step, hosts)
+
+
+def _replicas(
+    run_plan: RunPlan,
+    resources: RankResources,
+    stages: Mapping[int, PipelineStage],
+    tied: TiedWeights,
+) -> DataParallel:
+    return data_parallel(
+        run_plan.config,
+        resources.here,
+        stages,
+        resources.transport,
+        resources.coordinator,
+        counted_elsewhere(stages, tied, resources.here),
+        resources.servers,
+        [name for name, _ in tied.values()],
+        last_layer=run_plan.last_layer,
+    )
 
 
 def assemble(run_plan: RunPlan, resources: RankResources, stack: ExitStack) -> Job:
@@ -273,16 +370,7 @@ def assemble(run_plan: RunPlan, resources: RankResources, stack: ExitStack) -> J
     here = resources.here
     stages = _make_stages(run_plan, resources)
     tied = tied_weights(run_plan, stages)
-    replicas = data_parallel(
-        config,
-        here,
-        stages,
-        resources.transport,
-        resources.coordinator,
-        counted_elsewhere(stages, tied, here),
-        resources.servers,
-        [name for name, _ in tied.values()],
-    )
+    replicas = _replicas(run_plan, resources, stages, tied)
     # An exit stack runs the last first.
     stack.callback(replicas.close)
     # Unwound before `close`, where a thread may wait for a peer until its deadline.
@@ -368,16 +456,29 @@ def _make_executor(
             resources.here.pp_rank,
             as_executed(config, stages, resources.group, num_stages),
             resources.transport,
-            codec(config.pipeline.wire),
-            run_plan.boundaries,
+            HopCodecs(run_plan.forecast.formats),
+            run_plan.boundaries_of(resources.here.dp_rank),
             replicas,
             resources.recorder,
             tied={end % num_stages: weight for end, (_, weight) in tied.items()},
             tied_here=both_ends,
             pp_group=resources.here.pp_group,
             streams=resources.streams,
+            check=_raising_once_over(resources.coordinator),
         )
     )
+
+
+def _raising_once_over(coordinator: Coordination) -> Callable[[], None]:
+    """A rank that computes for long between two messages must not go on for nobody."""
+    over: list[RunAborted] = []
+    coordinator.on_abort(over.append)
+
+    def check() -> None:
+        if over:
+            raise over[0]
+
+    return check
 
 
 def _make_feed(run_plan: RunPlan, here: ParallelRanks, stages: Mapping[int, PipelineStage]) -> Feed:

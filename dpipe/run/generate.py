@@ -7,7 +7,7 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.data.sampling import continue_ids
-from dpipe.data.tokenizer import Tokenizer, open_tokenizer
+from dpipe.data.tokenizer import Tokenizer, tokenizer_of, words_of
 from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.plan.run_plan import make_model
 from dpipe.stage.families import FAMILIES
@@ -26,8 +26,11 @@ def generate_text(
     seed: int,
     fallback: bool = False,
     trust_code: bool = False,
+    chat: bool = False,
+    best: bool = False,
 ) -> str:
-    """Continue `prompt` with the newest checkpoint of `run`.
+    """Continue `prompt` with the newest checkpoint of `run`, or its `best`; with `chat` it is a
+    user's turn, and what is returned is the assistant's answer.
 
     Raises `ConfigError` if its model continues no text or is code from elsewhere without
     `trust_code`, `DataError` for a prompt that is not UTF-8,
@@ -43,9 +46,37 @@ def generate_text(
             f'{run} is a run of model.layers "{family.name}", which continues no text; generate '
             f"from a run of {others}"
         )
-    layers = load_all_layers(config, checkpoint_url(config, run), fallback=fallback)
-    tokenizer = open_tokenizer(config.data.tokenizer)
+    url = checkpoint_url(config, run)
+    step = checkpoint.best(url) if best else None
+    layers = load_all_layers(config, url, fallback=fallback, step=step)
+    tokenizer = tokenizer_of(config)
+    if chat:
+        return _answer(config, layers, prompt, tokens, temperature, seed)
     return _continue(config, layers, tokenizer, prompt, tokens, temperature, seed)
+
+
+def _answer(
+    config: Config,
+    layers: list[nn.Module],
+    prompt: str,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    if config.model.hf is None:
+        raise ConfigError("--chat is for runs of model.hf, whose tokenizer has a chat template")
+    words = words_of(config)
+    asked: str = words.chat([{"role": "user", "content": prompt}], asks=True)
+    ids = words.encode(asked)
+    context = config.model.context
+    vocab_size = words.vocab_size
+    continued = continue_ids(
+        layers, ids, num_tokens, context, vocab_size, temperature, seed, end=words.end
+    )
+    answer = continued[len(ids) :]
+    if answer and answer[-1] == words.end:
+        answer = answer[:-1]
+    return str(words.decode(answer))
 
 
 def sample(config: Config, tokenizer: Tokenizer, url: str, prompt: str, num_tokens: int) -> str:
@@ -76,13 +107,7 @@ def _continue(
         raise CheckpointError("the prompt is empty; give at least one character")
     try:
         continued = continue_ids(
-            layers,
-            ids,
-            num_tokens,
-            config.model.context,
-            tokenizer.vocab_size,
-            temperature,
-            seed,
+            layers, ids, num_tokens, config.model.context, tokenizer.vocab_size, temperature, seed
         )
         return tokenizer.decode(continued)
     except Exception as error:  # whatever a user's own layers raise
@@ -93,9 +118,14 @@ def _continue(
         ) from error
 
 
-def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list[nn.Module]:
-    """All layers of the newest checkpoint at `url`, on the CPU, in evaluation mode."""
-    model = make_model(config)
+def load_all_layers(
+    config: Config, url: str, *, fallback: bool = False, step: int | None = None
+) -> list[nn.Module]:
+    """All layers of the newest checkpoint at `url`, or of that of `step`, on the CPU, in evaluation
+    mode.
+    """
+    # What an adapter began from may be gone: the checkpoint has all of it.
+    model = make_model(config.with_(adapter__start=None))
     layers = [
         materialise(model, index, config.train.seed, "cpu").eval()
         for index in range(len(model.layers))
@@ -112,7 +142,7 @@ def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list
         return name in parameters or name in buffers
 
     # By a test, not by names: those of buffers that are missing in the checkpoint are no error.
-    loaded = checkpoint.load(url, is_wanted, fallback=fallback)
+    loaded = checkpoint.load(url, is_wanted, step, fallback=fallback)
     fill(parameters.items(), loaded)
     fill_buffers(buffers.items(), loaded)
     return layers

@@ -36,18 +36,25 @@ def security_of(config: Config, process: ProcessInfo) -> Security:
 
 @contextmanager
 def joined(
-    config: Config, process: ProcessInfo, peers: set[int], join_s: float | None, streams: Streams
+    config: Config,
+    process: ProcessInfo,
+    peers: set[int],
+    join_s: float | None,
+    streams: Streams,
+    on_attempt: Callable[[Coordination], None] = lambda coordinator: None,
 ) -> Iterator[tuple[Coordination, Transport]]:
     """Join the coordinator and open the links to `peers`. An error inside ends the run on all
     ranks.
 
     A lost peer is a symptom: the coordinator is then asked for the first cause, and that is raised
-    as `RunAborted`.
+    as `RunAborted`. `on_attempt` is that of `Coordinator.join`.
     """
     folder = Path(config.run.folder)
     # No server, no port, no thread: one rank has nobody to meet.
     if process.world_size == 1:
-        yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
+        alone = Alone(on_upload=partial(keep_upload, folder))
+        on_attempt(alone)
+        yield alone, LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
         # The links listen first: this rank tells the coordinator at which port.
@@ -60,7 +67,9 @@ def joined(
             join_s = config.timeouts.join
         keep = partial(keep_upload, folder)
         coordinator = stack.enter_context(
-            coordinated(config, process, security, join_s, links.port, config.shared(), keep)
+            coordinated(
+                config, process, security, join_s, links.port, config.shared(), keep, on_attempt
+            )
         )
         coordinator.on_abort(transport.fail)
         try:
@@ -89,6 +98,7 @@ def _links(config: Config, process: ProcessInfo, security: Security, streams: St
         connections=connections_of(config),
         chunk_bytes=settings.chunk_bytes,
         buffer_bytes=settings.buffer_bytes,
+        congestion_control=settings.congestion_control,
         transfer_timeout_s=config.timeouts.transfer,
         connect_timeout_s=config.timeouts.connect,
         heartbeat_s=config.timeouts.heartbeat,
@@ -117,6 +127,7 @@ def coordinated(
     port: int,
     shared: dict[str, object],
     on_upload: Callable[[int, str, bytes], None] | None = None,
+    on_attempt: Callable[[Coordination], None] = lambda coordinator: None,
 ) -> Iterator[Coordinator]:
     """Rank 0 starts the coordinator's server and publishes its address; then every rank joins, with
     what it listens on: `port` of this machine. `shared` must be alike on all ranks.
@@ -126,7 +137,7 @@ def coordinated(
     bind = listening_on(config, process)
     host = advertised_host(bind, node.advertise, process.coordinator_host)
     with ExitStack() as stack:
-        if process.rank == 0:
+        if process.rank == 0 and not process.coordinator_is_elsewhere:
             server = CoordinatorServer(
                 process.world_size,
                 bind=bind,
@@ -148,6 +159,7 @@ def coordinated(
             join_s=join_s,
             heartbeat_s=heartbeat_s,
             on_wait=lambda what: LOG.warning("%s", what),
+            on_attempt=on_attempt,
         )
         stack.callback(coordinator.close)
         yield coordinator

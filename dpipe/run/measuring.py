@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from dpipe.config.load import Config, load
+from dpipe.coordinator.alone import Alone
+from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.errors import ConfigError, RunAborted
 from dpipe.machines.file import save_machines
@@ -16,6 +18,7 @@ from dpipe.measure.found import MeasuredCluster, measured_alone
 from dpipe.measure.measure import Measuring
 from dpipe.measure.reports import NAME, MachineReport
 from dpipe.measure.this_machine import describe_this_machine
+from dpipe.plan.on_machines import digest_of_layers
 from dpipe.plan.run_plan import check_device, local_device, make_model
 from dpipe.processes.environment import ProcessInfo, environment, process_info
 from dpipe.run.join import coordinated, listening_on, security_of
@@ -61,7 +64,7 @@ def measure_to_file(
     else:
         say = _silent
     sizes = tuple(sorted(set(micro_batch_sizes))) or (config.microbatch_size,)
-    measured = measure_machines(
+    with measuring(
         config,
         process,
         micro_batch_sizes=sizes,
@@ -69,14 +72,15 @@ def measure_to_file(
         price_per_hour=price_per_hour,
         join_s=timeout_s,
         say=say,
-    )
-    if process.rank == 0:
-        save_machines(measured.cluster, out, comments=measured.problems)
-        _sum_up(measured, out, say)
+    ) as (_, measured):
+        if process.rank == 0:
+            save_machines(measured.cluster, out, comments=measured.problems)
+            _sum_up(measured, out, say)
     return measured
 
 
-def measure_machines(
+@contextmanager
+def measuring(
     config: Config,
     process: ProcessInfo,
     *,
@@ -85,8 +89,8 @@ def measure_machines(
     price_per_hour: float | None = None,
     join_s: float | None = None,
     say: Say = lambda text: None,
-) -> MeasuredCluster:
-    """Join the others, measure; all get the same. Raises as `measure_to_file` does."""
+) -> Iterator[tuple[Coordination, MeasuredCluster]]:
+    """What was measured, while the ranks are still together. Raises as `measure_to_file` does."""
     torch.set_num_threads(config.node.threads)
     check_device(local_device(config.node.device, 0))
     # For its errors, before anybody is met.
@@ -98,17 +102,18 @@ def measure_machines(
         return describe_this_machine(config, micro_batch_sizes, name, price_per_hour)
 
     if process.world_size == 1:
-        return measured_alone(here(), config.layers_digest())
+        yield Alone(), measured_alone(here(), digest_of_layers(config))
+        return
     shared = {**config.shared(), "--micro-batch-size": micro_batch_sizes}
     with _joined(config, process, join_s, shared) as (coordinator, connections):
-        measuring = Measuring(
+        part = Measuring(
             coordinator,
             connections,
             connect_s=config.timeouts.connect,
             wait_s=config.timeouts.transfer,
             say=say,
         )
-        return measuring.run(here(), config.layers_digest())
+        yield coordinator, part.run(here(), digest_of_layers(config))
 
 
 @contextmanager
@@ -119,10 +124,7 @@ def _joined(
     security = security_of(config, process)
     # They listen first: this rank tells the coordinator at which port.
     connections = Connections(
-        process.rank,
-        bind=listening_on(config, process),
-        port=config.node.port,
-        security=security,
+        process.rank, bind=listening_on(config, process), port=config.node.port, security=security
     )
     timeout_s = config.timeouts.join if join_s is None else join_s
     with (

@@ -53,13 +53,7 @@ class Servers:
     security: Security
     part: int = 0  # this rank's tp_rank: which part of a stage it has
 
-    def access(
-        self,
-        config: Config,
-        stage: int,
-        replica: int,
-        rank: int,
-    ) -> ServerAccess:
+    def access(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
         return ServerAccess(
             address=self.addresses[stage],
             session=self.session,
@@ -80,11 +74,7 @@ def chunk_bytes(config: Config) -> int:
 
 @contextmanager
 def parameter_servers(
-    config: Config,
-    schedule: Schedule,
-    coordinator: Coordination,
-    bind: str,
-    security: Security,
+    config: Config, schedule: Schedule, coordinator: Coordination, bind: str, security: Security
 ) -> Iterator[Servers | None]:
     """The run's parameter servers, up and reached by every rank; None where its replicas need none.
 
@@ -166,12 +156,7 @@ class FolderSnapshots:
     """`paramserver.journal.Snapshots`: checkpoints of one stage, by `store/checkpoint.py`."""
 
     def save(
-        self,
-        folder: Path,
-        step: int,
-        tensors: Tensors,
-        moments: Tensors,
-        state: Mapping[str, Any],
+        self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]
     ) -> None:
         checkpoint.save(
             str(folder),
@@ -193,10 +178,7 @@ class FolderSnapshots:
 
 
 def serve_parameters(
-    path: str,
-    overrides: tuple[str, ...],
-    bind: str | None,
-    say: Callable[[str], None],
+    path: str, overrides: tuple[str, ...], bind: str | None, say: Callable[[str], None]
 ) -> None:
     """A parameter server by itself, until every worker has left it or it is asked to stop.
 

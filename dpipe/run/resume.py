@@ -1,5 +1,6 @@
 """Resuming from a checkpoint: which one every rank has whole, and copying its values in."""
 
+import logging
 import re
 from collections.abc import Mapping
 
@@ -18,11 +19,21 @@ from dpipe.store.load import check_moments, fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
 
+LOG = logging.getLogger("dpipe")
 _LAYER = re.compile(r"layers\.\d{1,9}\.", re.ASCII)
 
 
 def stages_at(schedule: Schedule, pp_rank: int) -> list[int]:
     return [stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == pp_rank]
+
+
+def layers_at(run_plan: RunPlan, rank: int) -> list[int]:
+    """Of its stages, in order."""
+    here = run_plan.config.ranks_of(rank)
+    layers: list[int] = []
+    for stage in stages_at(run_plan.forecast.schedule, here.pp_rank):
+        layers += run_plan.layers_of(stage, here.dp_rank)
+    return layers
 
 
 def find_start(
@@ -33,8 +44,7 @@ def find_start(
     Raises `CheckpointError` naming a file that is damaged; with `fallback` it takes the checkpoint
     before instead.
     """
-    stages = stages_at(run_plan.forecast.schedule, config.ranks_of(rank).pp_rank)
-    layers = {layer for stage in stages for layer in run_plan.layers_of(stage)}
+    layers = set(layers_at(run_plan, rank))
 
     def is_wanted(name: str) -> bool:
         # Also what a rank keeps beside its parameters: `layers.3.qkv.weight.exp_avg`.
@@ -58,6 +68,11 @@ def agreed_start(
     rank's is of another run than rank 0's folder.
     """
     assert start is not None
+    if config.pipeline.may_remember and coordinator.rank == 0:
+        LOG.warning(
+            "pipeline.wire carries from step to step what no checkpoint has: the losses are not "
+            "those of a run that was never stopped"
+        )
     identity = agreed_identity("run to resume", config, coordinator)
     check_writer(checkpoint_url(config), start.run, identity)
     timeout_s = config.timeouts.transfer

@@ -44,6 +44,7 @@ def _replay_stage(run_plan: RunPlan, index: int, exchange: Callable[[], None]) -
     return ReplayStage(
         index,
         num_microbatches=config.train.num_microbatches,
+        num_slices=config.pipeline.sequence_slices,
         forward_s=per_stage(replay.forward_ms, num_stages)[index] / 1e3,
         backward_s=per_stage(replay.backward_ms, num_stages)[index] / 1e3,
         input_share=replay.input_share,
@@ -69,12 +70,13 @@ def _model_stage(
     microbatches = config.train.num_microbatches
     layers = {
         layer: materialise(model, layer, config.train.seed, config.node.device)
-        for layer in run_plan.layers_of(index)
+        for layer in run_plan.layers_of(index, replica)
     }
     return Stage(
         index,
         layers,
         num_microbatches=microbatches,
+        num_slices=config.pipeline.sequence_slices,
         loss=model.loss_on(group) if schedule.is_last(index) else None,
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
@@ -84,6 +86,7 @@ def _model_stage(
         first_microbatch=replica * microbatches,  # draws as one process does for the whole batch
         splits_backward=schedule.splits,
         split=None if group is None else Split(group, layers),
+        frozen=model.frozen,
         timed=timed,
         device=config.node.device,
     )
@@ -102,9 +105,7 @@ def tied_weights(run_plan: RunPlan, stages: Mapping[int, PipelineStage]) -> Tied
 
 
 def counted_elsewhere(
-    stages: Mapping[int, PipelineStage],
-    tied: TiedWeights,
-    here: ParallelRanks,
+    stages: Mapping[int, PipelineStage], tied: TiedWeights, here: ParallelRanks
 ) -> set[str]:
     """The parameters that a norm over all ranks must leave out on this one.
 

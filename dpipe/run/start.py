@@ -1,7 +1,8 @@
 """What `dpipe launch` and `dpipe train` do with a configuration: check it, then start the ranks.
 
-launch_ranks   check everything, then one process a rank on this machine
-train_rank     which rank this process is, then train it
+launch_ranks           check everything, then one process a rank on this machine
+train_rank             which rank this process is, then train it
+refuse_other_machine   of a rank that a plan has elsewhere
 """
 
 import sys
@@ -12,14 +13,17 @@ from rich.console import Console
 
 from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import ConfigError, InputError
+from dpipe.measure.this_machine import name_of_this_machine
 from dpipe.plan.forecast import without_search
-from dpipe.plan.launcher_costs import to_text
 from dpipe.plan.machine import refuse_more_than_machine
-from dpipe.plan.run_plan import draft
-from dpipe.processes.environment import LAYER_COSTS, environment, process_info
+from dpipe.plan.run_plan import RunPlan, draft
+from dpipe.planner.fits import refuse_other_seat
+from dpipe.probe.launcher_costs import to_text
+from dpipe.processes.environment import LAYER_COSTS, ProcessInfo, environment, process_info
 from dpipe.processes.launch import launch
 from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
+from dpipe.run.planning import plan_together
 from dpipe.store.run_folder import absent, open_folder, refuse_changes, refuse_folder, take_back
 
 
@@ -43,7 +47,7 @@ def launch_ranks(
     """
     if num_ranks is not None:
         checked = load(path, overrides, trust_code=trust_code)
-        overrides = (*overrides, _stages_override(checked, num_ranks))
+        overrides = (*overrides, *_stages_of(checked, num_ranks))
     config = load(path, in_folder(overrides, resume), trust_code=trust_code)
     # Before the draft, which leaves a cache of the text that it reads.
     refuse_folder(config, resume is not None)
@@ -52,7 +56,7 @@ def launch_ranks(
     # For its errors, for the cache of the text that it leaves, and for the costs of the layers:
     # every rank drafts for itself, but counts no layer again.
     run_plan = draft(config, choose=without_search, predicts_memory=False)
-    refuse_more_than_machine(run_plan, range(config.world_size))
+    _refuse_start(run_plan, num_ranks, resume is not None)
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
@@ -60,7 +64,7 @@ def launch_ranks(
     argv = _train_command(path, overrides, resume, fallback, change, trust_code)
     exit_code = launch(
         lambda rank: argv,
-        config.world_size,
+        num_ranks or config.world_size,
         logs=folder / "logs",
         environ={**environment(), LAYER_COSTS: to_text(config.digest(), run_plan.probed)},
         on_line=say,
@@ -70,6 +74,26 @@ def launch_ranks(
     if exit_code == InputError.exit_code:
         take_back(folder, new_folders)
     return exit_code
+
+
+def _stages_of(config: Config, num_ranks: int) -> Sequence[str]:
+    """The override by which the job has `num_ranks`; none where a plan is to decide."""
+    if config.pipeline.plan == "auto":
+        return ()
+    return (_stages_override(config, num_ranks),)
+
+
+def _refuse_start(run_plan: RunPlan, num_ranks: int | None, resume: bool) -> None:
+    config = run_plan.config
+    if config.pipeline.plan != "auto":
+        refuse_more_than_machine(run_plan, range(config.world_size))
+        return
+    # How the model will be cut nobody knows yet.
+    if num_ranks is None:
+        raise ConfigError(
+            'pipeline.plan "auto" plans for the ranks that join: say how many to start (-n)'
+        )
+    _refuse_resuming(config, resume)
 
 
 def _train_command(
@@ -96,6 +120,16 @@ def _train_command(
     return argv
 
 
+def refuse_other_machine(
+    plan: str, rank: int | None, world_size: int | None, coordinator: str | None, name: str | None
+) -> None:
+    """Raises `ConfigError` where the plan has this process's rank on another machine. `name` is
+    what the plan calls this one; None: its host name.
+    """
+    process = process_info(environment(), rank, world_size, coordinator)
+    refuse_other_seat(plan, process.rank, name or name_of_this_machine())
+
+
 def train_rank(
     config: Config,
     *,
@@ -114,6 +148,12 @@ def train_rank(
     Raises `ConfigError` if another number of processes was started than the configuration needs.
     """
     process = process_info(environment(), rank, world_size, coordinator)
+    if config.pipeline.plan == "auto":
+        planned = _planned(config, process, resume, timeout, console)
+        if planned is None:
+            console.print("the plan leaves this rank out: it would only slow the run down")
+            return
+        config, process = planned
     if process.world_size != config.world_size:
         override = _stages_override(config, process.world_size)
         pipeline = config.pipeline
@@ -135,6 +175,29 @@ def train_rank(
         console=console,
         on_row=on_row or rows_to_launcher(environment()),
     )
+
+
+def _planned(
+    config: Config, process: ProcessInfo, resume: bool, join_s: float | None, console: Console
+) -> tuple[Config, ProcessInfo] | None:
+    """As `plan_together` has it. Before minutes of measuring: what would be refused behind them."""
+    _refuse_resuming(config, resume)
+
+    def say(text: str) -> None:
+        if process.rank == 0:
+            console.print(text, highlight=False, markup=False)
+
+    if process.rank == 0:
+        refuse_folder(config, resume=False)
+    return plan_together(config, process, join_s, say)
+
+
+def _refuse_resuming(config: Config, resume: bool) -> None:
+    if resume:
+        raise ConfigError(
+            f'pipeline.plan "auto" plans a new run: resume {config.run.folder} with the plan that '
+            f"it was given, --plan and --machines of {config.data.cache}"
+        )
 
 
 def _stages_override(config: Config, num_ranks: int) -> str:

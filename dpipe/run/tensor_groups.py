@@ -84,10 +84,7 @@ def refuse_apart(ranks: Sequence[Mapping[str, object]], size: int) -> None:
 
 
 def as_executed(
-    config: Config,
-    stages: Mapping[int, PipelineStage],
-    group: TensorGroup | None,
-    num_stages: int,
+    config: Config, stages: Mapping[int, PipelineStage], group: TensorGroup | None, num_stages: int
 ) -> Mapping[int, ComputingStage]:
     """The stages as the executor sees them: `Scattered` with tensor_parallel.scatter_gather.
 

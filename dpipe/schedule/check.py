@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
 from dpipe.schedule.links import compute_needs, counterpart, receives_by_link, sends_by_link
-from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.schedule import Schedule, backward_piece
 from dpipe.schedule.text import draw
 
 _MAKES = {
@@ -86,7 +86,7 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
     steps = not once.isdisjoint({Op.VOTE, Op.STEP})
     completes = reduces or steps or Op.COMPLETE in once
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in range(schedule.num_pieces):
             for op in _expected_ops(schedule, stage, microbatch):
                 yield Action(stage, op, microbatch)
         if schedule.lowered and schedule.trains:
@@ -125,7 +125,7 @@ def _expected_ops(
         yield Op.SEND_F
     if not schedule.trains:
         return
-    if after:
+    if after and schedule.passes_back(stage + 1):
         yield Op.RECV_B
     halves = (
         Action(stage, Op.I, microbatch),
@@ -137,13 +137,13 @@ def _expected_ops(
         yield Op.W
     else:
         yield Op.B
-    if before:
+    if before and schedule.passes_back(stage):
         yield Op.SEND_B
 
 
 def _check_microbatch_order(schedule: Schedule) -> None:
     """Each stage takes its micro-batches in order, so that gradients add up in one order whatever
-    the schedule.
+    the schedule; and the slices of each in order, backward from the last to the first.
     """
     for rank, program in enumerate(schedule.programs):
         turns: Counter[tuple[int, str]] = Counter()
@@ -151,8 +151,11 @@ def _check_microbatch_order(schedule: Schedule) -> None:
             # What is made counts, not the op: a B stands where a stage's I and W do.
             for made in _MAKES.get(action.op, ()):
                 turn = turns[action.stage, made]
-                if action.microbatch != turn:
-                    due = f"the next {made} of stage {action.stage} is for micro-batch {turn}"
+                expected = turn
+                if action.op is not Op.F:
+                    expected = backward_piece(turn, schedule.num_slices)
+                if action.microbatch != expected:
+                    due = f"the next {made} of stage {action.stage} is for micro-batch {expected}"
                     message = f"{action} on rank {rank} is out of order: {due}"
                     raise _error(schedule, message, action)
                 turns[action.stage, made] += 1
@@ -236,7 +239,11 @@ def _reachable(needs: dict[Action, list[Action]]) -> set[Action]:
 
 def _sizes(schedule: Schedule) -> str:
     kind = "lowered" if schedule.lowered else "compute-only"
-    return f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, {kind}"
+    sizes = f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
+    # Few schedules have slices, and a message need not speak of them then.
+    if schedule.num_slices > 1:
+        sizes += f" of {schedule.num_slices} slices"
+    return f"{sizes}, {kind}"
 
 
 def _error(schedule: Schedule, message: str, culprit: Action) -> ScheduleError:

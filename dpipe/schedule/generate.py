@@ -14,7 +14,7 @@ from itertools import pairwise
 from dpipe.choices import Choices
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
-from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.schedule import Schedule, backward_piece
 from dpipe.schedule.size import too_large
 from dpipe.schedule.split import SplitProgram
 
@@ -31,7 +31,8 @@ class Generator:
 
     name: str
     make: Callable[..., Schedule]
-    takes: frozenset[str] = frozenset()  # of "stages_per_rank", "in_flight", "memory_limit"
+    # of "stages_per_rank", "in_flight", "memory_limit", "num_slices"
+    takes: frozenset[str] = frozenset()
     splits_backward: bool = False  # into input gradients (I) and weight gradients (W)
     needs_several_stages: bool = False  # a rank: with one a simpler schedule does the same
     only_stages_per_rank: int | None = None  # where it can be no other number
@@ -58,6 +59,7 @@ def generate(
     stages_per_rank: int = 1,
     in_flight: int | None = None,
     memory_limit: int | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """The schedule that the generator called `name` makes, one of `GENERATORS`.
 
@@ -68,15 +70,17 @@ def generate(
     if name not in GENERATORS:
         known = ", ".join(GENERATORS)
         raise ScheduleError(f"no schedule is called {name!r}; choose one of {known}")
-    reason = too_large(num_stages, num_microbatches)
+    _at_least_one("num_slices", num_slices)
+    reason = too_large(num_stages, num_microbatches * num_slices)
     if reason is not None:
         raise ScheduleError(reason)
     generator = GENERATORS[name]
-    defaults = {"stages_per_rank": 1, "in_flight": None, "memory_limit": None}
+    defaults = {"stages_per_rank": 1, "in_flight": None, "memory_limit": None, "num_slices": 1}
     parameters = {
         "stages_per_rank": stages_per_rank,
         "in_flight": in_flight,
         "memory_limit": memory_limit,
+        "num_slices": num_slices,
     }
     for parameter, default in defaults.items():
         if parameter not in generator.takes and parameters.pop(parameter) != default:
@@ -107,9 +111,14 @@ def may_split_backward(name: str) -> bool:
     return name == AUTO or GENERATORS[name].splits_backward
 
 
-def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def gpipe(
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    num_slices: int = 1,
+) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019). The simplest; it holds every
-    micro-batch.
+    micro-batch. Slices go as in `one_f_one_b`.
 
     gpipe(3, 3):
 
@@ -117,15 +126,16 @@ def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> S
         rank 1 |  .  1F0 1F1 1F2  .   .  1B0 1B1 1B2  .
         rank 2 |  .   .  2F0 2F1 2F2 2B0 2B1 2B2  .   .
     """
-    forwards = forward_only(num_stages, num_microbatches, stages_per_rank).programs
+    num_pieces = num_microbatches * num_slices
+    forwards = forward_only(num_stages, num_pieces, stages_per_rank).programs
     programs = []
     for program in forwards:
         backwards: Program = ()
         # Of each stage the first forward; the last stage goes back first.
-        for first in reversed(program[::num_microbatches]):
-            backwards += _each(first.stage, Op.B, num_microbatches)
+        for first in reversed(program[::num_pieces]):
+            backwards += _backwards(first.stage, num_pieces, num_slices)
         programs.append(program + backwards)
-    return _schedule("gpipe", num_microbatches, num_stages, programs)
+    return _schedule("gpipe", num_microbatches, num_stages, programs, num_slices)
 
 
 def forward_only(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -155,6 +165,7 @@ def one_f_one_b(
     num_stages: int,
     num_microbatches: int,
     in_flight: int | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """A few forwards, then one backward and one forward in turn (PipeDream-Flush, Narayanan et al.
     2021).
@@ -168,14 +179,31 @@ def one_f_one_b(
         rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
         rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
         rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+
+    With `num_slices` each action is of a slice (Seq1F1B, Sun et al. 2024): numbers and `in_flight`
+    (default: num_stages + num_slices - 1) count slices, and the last rank holds those of one
+    micro-batch, whose backward passes go from the last slice to the first. A message is as much
+    smaller, and so is the time until the last rank has its first work.
+
+    one_f_one_b(3, 2, num_slices=2):
+
+        rank 0 | 0F0 0F1 0F2 0F3  .   .  0B1  .  0B0  .  0B3 0B2
+        rank 1 |  .  1F0 1F1 1F2  .  1B1 1F3 1B0  .  1B3 1B2  .
+        rank 2 |  .   .  2F0 2F1 2B1 2F2 2B0 2F3 2B3 2B2  .   .
     """
-    depths = _depths(num_stages, num_microbatches, in_flight)
+    num_pieces = num_microbatches * num_slices
+    if in_flight is None:
+        in_flight = num_stages + num_slices - 1
+    depths = _depths(num_stages, num_pieces, in_flight)
     programs = []
     for rank, depth in enumerate(depths):
-        forwards = _each(rank, Op.F, num_microbatches)
-        backwards = _each(rank, Op.B, num_microbatches)
-        programs.append(_one_and_one(forwards, backwards, depth))
-    return _schedule("1f1b", num_microbatches, num_stages, programs)
+        forwards = _each(rank, Op.F, num_pieces)
+        backwards = _backwards(rank, num_pieces, num_slices)
+        # The first backward pass is of the last slice of the first micro-batch.
+        depth = max(depth, num_slices)
+        program = _one_and_one(forwards, backwards, depth)
+        programs.append(program)
+    return _schedule("1f1b", num_microbatches, num_stages, programs, num_slices)
 
 
 def interleaved(
@@ -341,10 +369,15 @@ def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int)
     return _least(stages_per_rank, len(_groups(num_ranks, num_microbatches)[0]))
 
 
-def leanest(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def leanest(
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    num_slices: int = 1,
+) -> Schedule:
     """A schedule that holds as few activations as any that `AUTO` chooses from."""
     if stages_per_rank == 1:
-        return one_f_one_b(num_stages, num_microbatches, in_flight=1)
+        return one_f_one_b(num_stages, num_microbatches, in_flight=1, num_slices=num_slices)
     num_ranks = _ranks(num_stages, stages_per_rank)
     least = least_in_flight(num_ranks, stages_per_rank, num_microbatches)
     return interleaved(num_ranks, stages_per_rank, num_microbatches, least)
@@ -449,11 +482,30 @@ def _each(stage: int, op: Op, num_microbatches: int) -> Program:
     return tuple(Action(stage, op, microbatch) for microbatch in range(num_microbatches))
 
 
+def _backwards(stage: int, num_pieces: int, num_slices: int) -> Program:
+    program = []
+    for turn in range(num_pieces):
+        piece = backward_piece(turn, num_slices)
+        backward = Action(stage, Op.B, piece)
+        program.append(backward)
+    return tuple(program)
+
+
 def _schedule(
-    name: str, num_microbatches: int, num_stages: int, programs: list[Program]
+    name: str,
+    num_microbatches: int,
+    num_stages: int,
+    programs: list[Program],
+    num_slices: int = 1,
 ) -> Schedule:
     rank_of_stage = in_turn(num_stages, len(programs))
-    return Schedule(num_microbatches, rank_of_stage, tuple(programs), name)
+    return Schedule(
+        num_microbatches,
+        rank_of_stage,
+        tuple(programs),
+        name,
+        num_slices=num_slices,
+    )
 
 
 def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
@@ -489,8 +541,8 @@ def _interleaved(
     return interleaved(num_ranks, stages_per_rank, num_microbatches, in_flight)
 
 
-GPIPE = Generator("gpipe", gpipe, takes=frozenset({"stages_per_rank"}))
-ONE_F_ONE_B = Generator("1f1b", one_f_one_b, takes=frozenset({"in_flight"}))
+GPIPE = Generator("gpipe", gpipe, takes=frozenset({"stages_per_rank", "num_slices"}))
+ONE_F_ONE_B = Generator("1f1b", one_f_one_b, takes=frozenset({"in_flight", "num_slices"}))
 INTERLEAVED = Generator(
     "interleaved",
     _interleaved,

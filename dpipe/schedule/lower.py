@@ -35,13 +35,14 @@ def lower(
     reduce: bool = False,
     step: bool = True,
     recv_ahead: int = 2,
+    frozen: int = 0,
 ) -> Schedule:
     """Add communication, reduction and step to a compute-only schedule that passes `check()`.
 
     A receive is posted `recv_ahead` compute actions before its consumer, or earlier where a message
     behind it on the same link is needed sooner. A schedule without backward has no gradient:
-    `tied`, `reduce` and `step` add nothing. Raises `ScheduleError` for a schedule that is already
-    lowered and for a negative `recv_ahead`.
+    `tied`, `reduce` and `step` add nothing. `frozen` is that of `Schedule`. Raises `ScheduleError`
+    for a schedule that is already lowered and for a negative `recv_ahead`.
     """
     if schedule.lowered:
         raise ScheduleError(
@@ -49,7 +50,12 @@ def lower(
         )
     if recv_ahead < 0:
         raise ScheduleError(f"recv_ahead must not be negative, got {recv_ahead}")
-    lowered = replace(schedule, lowered=True, tied=tied and schedule.trains)
+    lowered = replace(
+        schedule,
+        lowered=True,
+        tied=tied and schedule.trains,
+        frozen=frozen,
+    )
     if schedule.trains:
         lowered = _with_tied_sends(lowered)
         if reduce or step:
@@ -110,8 +116,11 @@ def _with_step(schedule: Schedule) -> Schedule:
 
 
 def _of_every_rank(schedule: Schedule, op: Op) -> list[Action]:
-    ranks = range(schedule.num_ranks)
-    return [schedule.of_rank(rank, op) for rank in ranks]
+    actions = []
+    for rank in range(schedule.num_ranks):
+        action = schedule.of_rank(rank, op)
+        actions.append(action)
+    return actions
 
 
 # What is sent of what an action makes, and how many stages on that is.
@@ -131,6 +140,8 @@ def _with_sends(schedule: Schedule) -> Schedule:
         stage = action.stage
         other = stage + ahead
         exists = 0 <= other < schedule.num_stages
+        if op is Op.SEND_B:
+            exists = schedule.passes_back(stage)
         if exists and schedule.hops(stage, other):
             send = Action(stage, op, action.microbatch)
             sends[action] = [send]

@@ -11,13 +11,32 @@ from dpipe.schedule.action import BACKWARD, COMPUTE, RECVS, SENDS, Action, Op
 Needs = tuple[Action, ...]
 
 
+def backward_piece(turn: int, num_slices: int) -> int:
+    """What a stage's backward pass number `turn` is of: micro-batches in order, the slices of each
+    from the last to the first.
+
+        num_slices = 3:    turn   0 1 2   3 4 5
+                           piece  2 1 0   5 4 3
+    """
+    # The pieces of earlier micro-batches are all done.
+    done = turn % num_slices
+    first = turn - done
+    last = first + num_slices - 1
+    return last - done
+
+
 @dataclass(frozen=True)
 class Schedule:
     """`programs[rank]` in order; `rank_of_stage[stage]` says where a stage lives.
 
     A generator's schedule holds F, B, I and W alone; `lower()` adds communication and the end of
     the step, and sets `lowered`. `tied` says that the first and the last stage share a weight,
-    whose gradient they exchange.
+    whose gradient they exchange. Of the first `frozen` stages nothing learns: no gradient is sent
+    to them, and a B of theirs only forgets.
+
+    With `num_slices` the sequences of a micro-batch are cut into as many slices, which follow each
+    other through the stages (Sun et al. 2024, Seq1F1B). An action's number is then that of a slice:
+    slice s of micro-batch m is m * num_slices + s.
     """
 
     num_microbatches: int
@@ -26,6 +45,8 @@ class Schedule:
     name: str = ""
     lowered: bool = False
     tied: bool = False
+    frozen: int = 0
+    num_slices: int = 1
 
     @cached_property
     def index(self) -> dict[Action, tuple[int, int]]:
@@ -35,6 +56,11 @@ class Schedule:
             for position, action in enumerate(program):
                 places[action] = rank, position
         return places
+
+    @property
+    def num_pieces(self) -> int:
+        """Micro-batches or, where sequences are cut, slices of them: what actions number."""
+        return self.num_microbatches * self.num_slices
 
     @property
     def num_stages(self) -> int:
@@ -57,6 +83,15 @@ class Schedule:
         """Whether there is a backward pass; a schedule without one is for evaluation."""
         ops = {action.op for action in self.index}
         return not ops.isdisjoint(BACKWARD)
+
+    def takes_gradient(self, stage: int) -> bool:
+        """Whether the next stage sends `stage` the gradient of its output."""
+        learns = stage >= self.frozen
+        return learns and not self.is_last(stage)
+
+    def passes_back(self, stage: int) -> bool:
+        """Whether the stage before `stage` needs the gradient of what it has passed on."""
+        return stage > self.frozen
 
     @property
     def splits(self) -> bool:
@@ -109,9 +144,11 @@ class Schedule:
         of dependence.
 
             F            the stage's input: F of the stage before, through SEND_F and RECV_F where
-                         a link lies between
+                         a link lies between; and F of the slice before it
             B, I         F of the same micro-batch, and the output's gradient: B or I of the next
-                         stage, through SEND_B and RECV_B
+                         stage, through SEND_B and RECV_B, and the same of the slice behind it,
+                         whose attention gives gradients to this one's keys and values; of a
+                         frozen stage F alone
             W            I of the same micro-batch
             SEND, RECV   what makes the message; its send
             COMPLETE     all gradients of the stage; of a tied weight the other end's, too
@@ -136,7 +173,7 @@ class Schedule:
         micro-batch.
         """
         needs = []
-        for microbatch in range(self.num_microbatches):
+        for microbatch in range(self.num_pieces):
             is_split = self.splits_backward(stage, microbatch)
             op = Op.W if is_split else Op.B
             needs.append(Action(stage, op, microbatch))
@@ -149,19 +186,40 @@ class Schedule:
             input_gradient = Action(stage, Op.I, microbatch)
             return (input_gradient,)
         if op is Op.F:
-            if stage == 0:
-                return ()
-            before = Action(stage - 1, Op.F, microbatch)
-            receive = Action(stage, Op.RECV_F, microbatch)
-            activation = self._through(before, receive)
-            return (activation,)
+            activation = self._input_of(stage, microbatch)
+            return activation + self._slice_before(action)
         forward = Action(stage, Op.F, microbatch)
-        if self.is_last(stage):
-            return (forward,)
+        later_slice = self._slice_behind(stage, microbatch)
+        if not self.takes_gradient(stage):
+            return (forward, *later_slice)
         later = self.backward_of(stage + 1, microbatch)
         receive = Action(stage, Op.RECV_B, microbatch)
         gradient = self._through(later, receive)
-        return forward, gradient
+        # In this order: the executor takes the second.
+        return (forward, gradient, *later_slice)
+
+    def _input_of(self, stage: int, microbatch: int) -> Needs:
+        if stage == 0:
+            return ()
+        before = Action(stage - 1, Op.F, microbatch)
+        receive = Action(stage, Op.RECV_F, microbatch)
+        activation = self._through(before, receive)
+        return (activation,)
+
+    def _slice_before(self, forward: Action) -> Needs:
+        stage, op, piece = forward
+        assert piece is not None
+        if piece % self.num_slices == 0:
+            return ()
+        before = Action(stage, op, piece - 1)
+        return (before,)
+
+    def _slice_behind(self, stage: int, microbatch: int) -> Needs:
+        behind = microbatch + 1
+        if behind % self.num_slices == 0:
+            return ()
+        backward = self.backward_of(stage, behind)
+        return (backward,)
 
     def _needs_of_send(self, send: Action) -> Needs:
         stage, op, microbatch = send

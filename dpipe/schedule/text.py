@@ -91,8 +91,9 @@ def _compute_programs(schedule: Schedule) -> list[list[Action]]:
     return programs
 
 
-def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read what `to_csv` or torch writes; empty cells are idle slots and are dropped.
+def from_csv(text: str, name: str = "csv", num_slices: int = 1) -> Schedule:
+    """Read what `to_csv` or torch writes; empty cells are idle slots and are dropped. What it
+    numbers are slices where there are `num_slices` of each micro-batch.
 
     Placement and sizes follow from the cells. Raises `ScheduleError` for text that is no CSV, for a
     cell that is no compute action, for stages that have no rank or two, and for more micro-batches
@@ -101,7 +102,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     """
     programs = []
     placed: set[tuple[int, int]] = set()
-    num_microbatches = 1
+    num_pieces = 1
     for rank, row in enumerate(_rows(text)):
         program = []
         for column, cell in enumerate(row):
@@ -112,7 +113,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             place = (action.stage, rank)
             placed.add(place)
             microbatch = action.microbatch or 0
-            num_microbatches = max(num_microbatches, microbatch + 1)
+            num_pieces = max(num_pieces, microbatch + 1)
         programs.append(tuple(program))
     stages = sorted(stage for stage, _ in placed)
     in_order = list(range(len(stages)))
@@ -121,11 +122,19 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             "the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) "
             f"{sorted(placed)[:_PLACES_SHOWN]}"
         )
-    reason = too_large(len(stages), num_microbatches)
+    reason = too_large(len(stages), num_pieces)
     if reason is not None:
         raise ScheduleError(f"a schedule in CSV: {reason}")
     rank_of_stage = tuple(rank for _, rank in sorted(placed))
-    return Schedule(num_microbatches, rank_of_stage, tuple(programs), name)
+    # Rounded up: for `check()` to say that slices of the last one are missing.
+    num_microbatches = -(-num_pieces // num_slices)
+    return Schedule(
+        num_microbatches,
+        rank_of_stage,
+        tuple(programs),
+        name,
+        num_slices=num_slices,
+    )
 
 
 def _rows(text: str) -> list[list[str]]:

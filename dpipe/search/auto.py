@@ -45,7 +45,7 @@ from dpipe.timeline.simulate import period
 from dpipe.timeline.votes import COORDINATOR, delay_us
 
 # How much a search may do, counted so that every rank of a run and every machine finds the same.
-# Twelve stages with 64 micro-batches take about three seconds of a core at most; small steps, where
+# Twelve stages with 64 micro-batches take about two seconds of a core; small steps, where
 # a few orders more are cheap, get more of everything. With these counts all 180 steps of
 # tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
@@ -55,6 +55,7 @@ _MOST_DELAYED = 10_000  # computations in all of them, if that allows more
 _MOST_SIMULATED = 8  # orders, and as many that a generator made; at least two of each
 _MOST_COMPUTED = 5_000  # computations in either of them
 _CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
+_DEEPEST = 8  # rules that are tried where the search may end at the first that is enough
 
 HeldBytes = Callable[[Schedule], Sequence[int]]
 # Of a schedule, infinite where it is certain to be above so much, microseconds.
@@ -73,6 +74,7 @@ def search(
     ballots: Network | None = None,
     held_bytes: HeldBytes | None = None,
     most_bytes: float = math.inf,
+    close: float = _CLOSE,
 ) -> Schedule:
     """The compute-only schedule with the shortest step time (`simulate.period`); among equals the
     one that holds least.
@@ -80,9 +82,11 @@ def search(
     `replicas` and `ballots` are as in `simulate`: with replicas one is found which leaves the
     network free for their exchange. `memory_limit` is the most activations (stage x micro-batch)
     that any rank may hold. Where `held_bytes` says what a schedule takes on each rank, it takes at
-    most `most_bytes`; where none does, the result is the one that takes least. Its name says what
-    was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError`
-    where `memory_limit` is too low, saying what would do.
+    most `most_bytes`; where none does, the result is the one that takes least. A step may be longer
+    than the lower bound by the share `close`: where a rule soon finds one that is not, nothing else
+    is tried, which takes a tenth of the time. Its name says what was chosen. Deterministic, so that
+    every rank of a run finds the same. Raises `ScheduleError` where `memory_limit` is too low,
+    saying what would do.
     """
     least, limit = bounds(
         num_stages,
@@ -90,12 +94,11 @@ def search(
         memory_limit,
         stages_per_rank,
     )
-    num_ranks = num_stages // stages_per_rank
     pipeline = pipeline_on(
         network,
         cost,
         num_microbatches,
-        num_ranks,
+        num_stages // stages_per_rank,
         replicas=replicas,
         ballots=ballots,
     )
@@ -104,11 +107,12 @@ def search(
         scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
         return period(scenario, most_us)
 
-    shallowest = least
-    if math.isinf(most_bytes):
-        shallowest = max(least, min(num_stages, limit))
-    sizes = (num_stages, num_microbatches, stages_per_rank)
     memory = _Memory(limit, held_bytes, most_bytes)
+    at_once = _at_once(pipeline, memory, close)
+    if at_once is not None:
+        return at_once
+    shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
+    sizes = (num_stages, num_microbatches, stages_per_rank)
     as_published = memory.within_limit(published(*sizes))
     others = memory.within_limit(generated(*sizes, shallowest, limit))
     known = as_published + others
@@ -118,9 +122,14 @@ def search(
     finalists = [*found, *filter(memory.fits, as_published)]
     if finalists:
         return _fastest(finalists, step_us)
-    # The caller refuses it, with what it would hold, if even this is too much.
-    last_resort = [leanest(*sizes), *known]
-    return min(last_resort, key=memory.held)
+    return memory.last_resort([leanest(*sizes), *known])
+
+
+def _at_once(pipeline: Pipeline, memory: "_Memory", close: float) -> Schedule | None:
+    """Where an order need not be as good as can be found, the first that is close to the bound."""
+    if close <= _CLOSE:
+        return None
+    return _Search(pipeline, memory, (), close).at_once()
 
 
 def _searched(
@@ -294,6 +303,10 @@ class _Memory:
     def fits(self, schedule: Schedule) -> bool:
         return self.held(schedule) <= self._most_bytes
 
+    def last_resort(self, schedules: Sequence[Schedule]) -> Schedule:
+        """Where none fits: the caller refuses it, with what it would hold."""
+        return min(schedules, key=self.held)
+
 
 class _Search:
     """One search for one placement of the stages, from candidates to the best ones."""
@@ -303,13 +316,15 @@ class _Search:
         pipeline: Pipeline,
         memory: _Memory,
         generated: Sequence[Schedule],
+        close: float = _CLOSE,
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
         self._generated = generated
         self._limits = memory.limits(pipeline)
-        self._enough_us = lower_bound_us(pipeline) * (1 + _CLOSE)
+        self._enough_us = lower_bound_us(pipeline) * (1 + close)
         self._names: dict[Programs, str] = {}
+        self._unbound: list[Rule] = []  # tried, and no stage was held back by its depth
         self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
 
     def finalists(self) -> list[Schedule]:
@@ -328,6 +343,18 @@ class _Search:
         replayed.sort(key=_score_us)
         best = [*self._fitting(improved), *self._fitting(replayed)]
         return _unlike(best)
+
+    def at_once(self) -> Schedule | None:
+        """What a rule makes with as much under way as can be, or with less, if it is as fast as it
+        need be and fits into memory. Deep ones hide delays, so that one of the first mostly is.
+        """
+        every = list(rules(self._pipeline, self._limits))
+        for rule in every[: -1 - _DEEPEST : -1]:
+            times = self._made_by(rule)
+            if times.score_us <= self._enough_us:
+                leaner = self._leaner(rule, self._enough_us)
+                return next(self._fitting([leaner, times]), None)
+        return None
 
     # Where bytes are limited, limits are estimates made for split backward passes. What a
     # generator made may fit nevertheless: `_fitting` looks again.
@@ -349,6 +376,9 @@ class _Search:
         scores: dict[Rule, float] = {}
         plain = rules(self._pipeline, self._limits)
         for rule in chain(plain, self._patient(scores)):
+            # More in flight changes nothing where no stage was held back by how many it may have.
+            if any(map(rule.deepens, self._unbound)):
+                continue
             times = self._made_by(rule)
             scores[rule] = times.score_us
             yield times
@@ -366,7 +396,10 @@ class _Search:
                 yield from patient(self._pipeline, rule)
 
     def _made_by(self, rule: Rule) -> Times:
-        times = Greedy(self._pipeline, rule).run()
+        greedy = Greedy(self._pipeline, rule)
+        times = greedy.run()
+        if not greedy.held_back:
+            self._unbound.append(rule)
         depths = " ".join(map(str, rule.depths))
         order = ", forwards first" if rule.forward_first else ""
         if any(rule.put_off):

@@ -15,6 +15,7 @@ order, not time):
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import ge
 
 from dpipe.search.clock import (
     FORWARD,
@@ -52,6 +53,12 @@ class Rule:
         limits = [min(most, limit) for limit in self.limits]
         return replace(self, limits=tuple(limits))
 
+    def deepens(self, other: "Rule") -> bool:
+        """Whether it only allows more in flight than `other` does."""
+        if replace(self, depths=other.depths) != other:
+            return False
+        return all(map(ge, self.depths, other.depths))
+
 
 class Greedy(PipelineClock):
     """A clock that makes the programs as it goes."""
@@ -60,6 +67,7 @@ class Greedy(PipelineClock):
         super().__init__(pipeline)
         self._rule = rule
         self._backward = INPUT if rule.splits else WHOLE
+        self.held_back = False  # a forward waited because its stage had enough in flight
         # By stage, when its inputs and its gradients will come, of those that are being made.
         stages = range(pipeline.num_stages)
         self._inputs_due_us: list[TimesUs] = [[] for _ in stages]
@@ -107,9 +115,10 @@ class Greedy(PipelineClock):
                 return None
             number = begun[stage]
             in_flight = number - come_back[stage]
-            has_come = number < self.inputs[stage]
-            if has_come and in_flight < depths[stage]:
-                return FORWARD, stage, number
+            if number < self.inputs[stage]:
+                if in_flight < depths[stage]:
+                    return FORWARD, stage, number
+                self.held_back = True
             room -= 1
         return None
 

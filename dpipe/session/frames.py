@@ -8,6 +8,7 @@ the last: its end has given the session up.
 
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,22 +18,17 @@ _AHEAD_BYTES = 8 << 10
 _LARGE_BYTES = 64 << 10  # a frame that is not read ahead
 _FAREWELL = (1 << 32) - 1
 _PREFIX = struct.Struct(">IQ")
+_NOTHING = memoryview(b"")
 
 
 class Stream(Protocol):
-    """Bytes over one connection. Every failure is an `OSError`, an early end too."""
+    """One connection. Every failure is an `OSError`, an early end too."""
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Hand all `parts` over, in order."""
 
     def can_write(self) -> bool:
         """Whether a few bytes can be written without waiting."""
-
-    def await_bytes(self, num_bytes: int) -> None:
-        """Wait until there is something to receive: at best `num_bytes`, which will come."""
-
-    def receive(self, view: memoryview, behind: memoryview) -> int:
-        """Fill `view`, then `behind`, with what is there. Returns how many bytes were."""
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
@@ -49,7 +45,24 @@ class Stream(Protocol):
         """Let it go, once no thread uses it."""
 
 
-class Frames:
+class ByteStream(Stream, Protocol):
+    """One connection that brings bytes."""
+
+    def await_bytes(self, num_bytes: int) -> None:
+        """Wait until there is something to receive: at best `num_bytes`, which will come."""
+
+    def receive(self, view: memoryview, behind: memoryview) -> int:
+        """Fill `view`, then `behind`, with what is there. Returns how many bytes were."""
+
+
+class MessageStream(Stream, Protocol):
+    """One connection that brings messages: what each `write` gave, in one or in several."""
+
+    def next_message(self) -> bytes:
+        """Wait for it."""
+
+
+class Frames(ABC):
     """What has come and gone on one connection. One thread receives while another writes."""
 
     def __init__(self, stream: Stream) -> None:
@@ -59,12 +72,13 @@ class Frames:
         self.opened_at = time.monotonic()
         self.heard_at = self.opened_at
         self.wrote_at = self.opened_at
-        self._left = 0  # bytes of the payload that is being read
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
-        self._start = 0  # of what is ahead and was not taken
+        # What has come and was not taken: from `_start` to `_end` of `_ahead`.
+        self._ahead = _NOTHING
+        self._start = 0
         self._end = 0
+        self._left = 0  # bytes of the payload that is being read
 
-    def write(self, received: int, pieces: Sequence[memoryview]) -> None:
+    def write(self, received: int, pieces: Sequence[bytes | memoryview]) -> None:
         size = sum(map(len, pieces))
         self.stream.write(_PREFIX.pack(size, received), *pieces)
         self.wrote_at = time.monotonic()
@@ -72,15 +86,56 @@ class Frames:
     def say_farewell(self, received: int) -> None:
         self.stream.write(_PREFIX.pack(_FAREWELL, received))
 
+    @abstractmethod
     def await_bytes(self, num_bytes: int) -> None:
         """Wait until there is something to receive, of a message of so many bytes."""
-        if not self._has_next():
-            self.stream.await_bytes(num_bytes)
 
+    @abstractmethod
     def receive(self, view: memoryview) -> int:
         """Take what is there, and no more payload than `view` holds. Returns the bytes of it."""
+
+    def take_whole(self, view: memoryview) -> bool:
+        """Fill `view` where all of it is here, in the frame that is being read."""
+        size = len(view)
+        if size > self._left or size > self._end - self._start:
+            return False
+        self._take(view)
+        return True
+
+    def _take(self, view: memoryview) -> int:
+        """Fill `view` from what is ahead, as far as the frame goes."""
+        start = self._start
+        num_bytes = min(self._left, self._end - start, len(view))
+        self._start += num_bytes
+        view[:num_bytes] = self._ahead[start : self._start]
+        self._left -= num_bytes
+        return num_bytes
+
+    def _begin(self) -> None:
+        """Take the prefix that is ahead."""
+        self._left, self.acknowledged = _PREFIX.unpack_from(self._ahead, self._start)
+        self._start += _PREFIX.size
+        if self._left == _FAREWELL:
+            self._left = 0
+            self.said_farewell = True
+
+
+class ByteFrames(Frames):
+    """Read ahead, so that small messages take one system call."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        super().__init__(stream)
+        self._bytes = stream
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+
+    def await_bytes(self, num_bytes: int) -> None:
+        if not self._has_next():
+            self._bytes.await_bytes(num_bytes)
+
+    def receive(self, view: memoryview) -> int:
         if self._has_next():
-            return self._take(view)
+            return self._take_next(view)
+        self._make_room()
         room = view[: self._left]
         behind = self._ahead[self._end :]
         if self._left < _LARGE_BYTES:
@@ -89,34 +144,56 @@ class Frames:
             behind = behind[:0]
         else:
             behind = behind[: _PREFIX.size]
-        num_bytes = self.stream.receive(room, behind)
+        num_bytes = self._bytes.receive(room, behind)
         if num_bytes:
             self.heard_at = time.monotonic()
         num_payload = min(num_bytes, len(room))
         self._left -= num_payload
         self._end += num_bytes - num_payload
-        return num_payload or self._take(view)
+        return num_payload or self._take_next(view)
 
     def _has_next(self) -> bool:
         """Whether there is payload ahead, or a whole prefix."""
         num_ahead = self._end - self._start
         return num_ahead >= (1 if self._left else _PREFIX.size)
 
-    def _take(self, view: memoryview) -> int:
-        """Fill `view` from what is ahead, as far as one frame goes."""
+    def _take_next(self, view: memoryview) -> int:
         if not self._left and self._has_next():
-            self._left, self.acknowledged = _PREFIX.unpack_from(self._ahead, self._start)
-            self._start += _PREFIX.size
-            if self._left == _FAREWELL:
-                self._left = 0
-                self.said_farewell = True
-        num_bytes = min(self._left, self._end - self._start, len(view))
-        view[:num_bytes] = self._ahead[self._start : self._start + num_bytes]
-        self._start += num_bytes
-        self._left -= num_bytes
-        if not self._has_next():
+            self._begin()
+        return self._take(view)
+
+    def _make_room(self) -> None:
+        if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
             self._start = 0
             self._end = len(left)
-        return num_bytes
+
+
+class MessageFrames(Frames):
+    """Read from messages in place: most frames are one."""
+
+    def __init__(self, stream: MessageStream) -> None:
+        super().__init__(stream)
+        self._messages = stream
+
+    def await_bytes(self, num_bytes: int) -> None:
+        if self._left and self._start < self._end:
+            return
+        if self._left or self._end - self._start < _PREFIX.size:
+            self._next_message()
+        if not self._left and self._end - self._start >= _PREFIX.size:
+            self._begin()
+
+    def receive(self, view: memoryview) -> int:
+        return self._take(view)
+
+    def _next_message(self) -> None:
+        rest = bytes(self._ahead[self._start : self._end])  # of a prefix
+        self._ahead = _NOTHING  # half a MiB is not kept while nothing comes
+        self._start = 0
+        self._end = 0
+        message = self._messages.next_message()
+        self._ahead = memoryview(rest + message if rest else message)
+        self._end = len(self._ahead)
+        self.heard_at = time.monotonic()

@@ -1,22 +1,27 @@
 """The bytes of one gRPC stream, which a session uses as it does those of a TCP connection.
 
-    session's writer --> write --> at most one message --> outgoing --> gRPC's thread ===> peer
-    session's reader <-- receive <-- what is left of a message <-- gRPC <================= peer
+    session's writer --> write --> messages --> outgoing --> gRPC's thread ===> peer
+    session's reader <-- receive <-- what is left of a message <-- gRPC <====== peer
+
+gRPC's thread pulls messages as the network takes them. Either another thread writes, and waits
+until the last message was pulled; or the stream is fed: gRPC's own thread writes the next ones when
+it finds none, which saves waking a thread for each tensor.
 
 gRPC speaks HTTP/2, which passes the proxies and inspection of real networks. A connection of its
 own under each stream: one that breaks, or is held back, concerns no other.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from threading import Condition, Timer
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from threading import Condition, Timer, get_ident
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.errors import JoinError, TransferError
-from dpipe.session.frames import Stream
+from dpipe.session.frames import MessageStream
 from dpipe.session.greeting import Greeted
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.text import visible
@@ -39,22 +44,24 @@ _LINGER_S = 0.5  # for the last message to leave, before the stream is cancelled
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 
 
-class GrpcStream(Stream):
+class GrpcStream(MessageStream):
     """See `frames.Stream`. gRPC is to send what `outgoing` gives, at either end."""
 
     def __init__(self, *, bulk: bool = False) -> None:
         self._most_bytes = _BULK_BYTES if bulk else _MESSAGE_BYTES
         self._changed = Condition()  # guards what is below
-        self._message: bytes | None = None  # to be sent next
+        self._messages: deque[bytes] = deque()  # to be sent next
+        self._feed: Callable[[], None] | None = None
+        self._nudge: Callable[[], None] = lambda: None
+        self._puller: int | None = None  # gRPC's thread
         self._ended = False
         self._over = False
         self._closed = False
+        self._heard = False  # a message came
         self._linger: Timer | None = None
         self._call: Any = None
         self._channel: grpc.Channel | None = None
-        # Of the one thread that reads.
         self._incoming: Iterator[bytes] = iter(())
-        self._left = memoryview(b"")
 
     def carry(
         self, call: Any, incoming: Iterator[bytes], channel: grpc.Channel | None = None
@@ -67,48 +74,66 @@ class GrpcStream(Stream):
         if call.add_callback(self._finish) is False:
             self._finish()
 
+    def feed_by(self, feed: Callable[[], None], nudge: Callable[[], None]) -> None:
+        """From now on gRPC's thread calls `feed` when there is nothing to send. It writes here, and
+        may wait for something to write, but returns soon after a `nudge`.
+        """
+        with self._changed:
+            self._feed = feed
+            self._nudge = nudge
+            self._changed.notify_all()
+
     def outgoing(self) -> Iterator[bytes]:
         """The messages to send; gRPC asks for the next one when the network takes more."""
-        while True:
-            with self._changed:
-                while self._message is None and not self._ended and not self._over:
-                    self._changed.wait(_WAKE_S)
-                message = self._message
-                self._message = None
-                self._changed.notify_all()
-            if message is None or self._over:
+        self._puller = get_ident()
+        while not self._over:
+            if self._messages and self._feed is None:
+                yield self._pull()
+            elif self._messages:
+                yield self._messages.popleft()  # nobody waits for room
+            elif self._ended:
                 return
-            yield message
+            elif self._feed is not None:
+                self._feed()
+            else:
+                self._await_message()
 
     def write(self, *parts: bytes | memoryview) -> None:
+        if sum(map(len, parts)) <= self._most_bytes:
+            self._put(b"".join(parts))
+            return
         for message in _cut(parts, self._most_bytes):
             self._put(message)
 
     def can_write(self) -> bool:
-        return self._message is None
+        return not self._messages
 
-    def await_bytes(self, num_bytes: int) -> None:
-        while not self._left:
-            try:
-                self._left = memoryview(next(self._incoming))
-            except StopIteration:
-                raise ConnectionError("it closed the connection") from None
-            except grpc.RpcError as error:
-                raise ConnectionError(why_ended(error)) from None
+    def next_message(self) -> bytes:
+        try:
+            message = next(self._incoming)
+        except StopIteration:
+            raise ConnectionError("it closed the connection") from None
+        except grpc.RpcError as error:
+            raise ConnectionError(why_ended(error)) from None
+        if not self._heard:
+            with self._changed:
+                self._heard = True
+                self._changed.notify_all()
+        return message
 
-    def receive(self, view: memoryview, behind: memoryview) -> int:
-        num_bytes = 0
-        for room in (view, behind):
-            part = self._left[: len(room)]
-            room[: len(part)] = part
-            self._left = self._left[len(part) :]
-            num_bytes += len(part)
-        return num_bytes
+    def confirm(self) -> None:
+        """Have the other end hear something: it waits in `await_confirmation`."""
+        self._put(b"")
+
+    def await_confirmation(self, timeout_s: float) -> None:
+        """Wait until whoever reads here has heard something, or the stream is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._heard or self._over, timeout_s)
 
     def end(self) -> None:
         with self._changed:
             self._ended = True
-            self._changed.notify_all()
+            self._wake()
 
     def shut(self) -> None:
         # Not cancelled yet: gRPC would drop what it has not sent, a farewell too.
@@ -137,19 +162,39 @@ class GrpcStream(Stream):
         self.give_up()
 
     def _put(self, message: bytes) -> None:
+        is_open = not (self._over or self._ended)
+        if is_open and self._feed is not None and get_ident() == self._puller:
+            return self._messages.append(message)  # nobody has to be woken
         with self._changed:
-            while self._message is not None and not self._over:
+            # Nobody waits for gRPC's thread while it may wait for who writes.
+            while self._messages and self._feed is None and not self._over:
                 self._changed.wait(_WAKE_S)
             if self._over or self._ended:
                 raise ConnectionError("it closed the connection")
-            self._message = message
+            self._messages.append(message)
+            self._wake()
+
+    def _pull(self) -> bytes:
+        with self._changed:
             self._changed.notify_all()
+            return self._messages.popleft()
+
+    def _await_message(self) -> None:
+        with self._changed:
+            if not (self._messages or self._ended or self._over or self._feed):
+                self._changed.wait(_WAKE_S)
 
     def _finish(self) -> None:
         """The stream is over: whoever waits is woken."""
         with self._changed:
             self._over = True
-            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Have gRPC's thread look; with the lock held."""
+        self._changed.notify_all()
+        if get_ident() != self._puller:
+            self._nudge()
 
 
 class Dialling:

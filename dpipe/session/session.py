@@ -14,28 +14,33 @@
                                          ^ where the next connection goes on
 
 Kept bytes are the caller's own memory until the caller says that it will change (`Kept.own`), and
-copies from then on. They are bounded by what the two kernels and the path between them hold, and
-`_TELL_BYTES`: an end whose bytes are not taken cannot write on.
+copies from then on. What the two kernels and the path between them hold, and `_REPORT_BYTES`,
+bounds them where the other end is honest: an end whose bytes are not taken cannot write on. For one
+that takes and never acknowledges, who writes stops at `most_kept_bytes`: see `has_room`.
 
 Either end drops a connection on which nothing came for `silence_s`. The other end writes something
 at least four times in that time, so a path that swallows bytes is noticed by both, whatever the
-kernel or a proxy has acknowledged. An end that is held back and does not read does not judge.
+kernel or a proxy has acknowledged. An end that is held back and does not read does not judge. A
+path may open connections and lose all that is large: where several of them in a row moved nothing,
+and `window_s` has passed, it is over.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Condition, Lock, RLock
 
 from dpipe.errors import TransferError
-from dpipe.session.frames import FRAME_BYTES, Frames
+from dpipe.session.frames import FRAME_BYTES, Frames, Stream
 
 _SMALL_BYTES = 4 << 10  # up to here it is cheaper to copy than to keep
 _PAGE_BYTES = 4 << 10
-_TELL_BYTES = 4 << 20  # an end that has received so many says so; more often, it costs
+_REPORT_BYTES = 4 << 20  # an end that has received so many says so; more often, it costs
+_MOST_STALLED = 4  # connections that moved nothing
 _BEATS = 4  # signs of life in `silence_s`
+_ROOM_S = 0.05
 _FAREWELL_S = 0.1  # for a frame that is being written
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 _READER = "reader"
@@ -43,13 +48,14 @@ _WRITER = "writer"
 
 
 class Kept:
-    """Written bytes of a session that its other end may not have."""
+    """Written bytes of a session that its other end may not have: `lead`, then `view`."""
 
-    __slots__ = ("_lock", "_owned", "end", "start", "view")
+    __slots__ = ("_lock", "_owned", "end", "lead", "start", "view")
 
-    def __init__(self, start: int, view: memoryview, lock: RLock) -> None:
+    def __init__(self, start: int, lead: bytes, view: memoryview, lock: RLock) -> None:
         self.start = start
-        self.end = start + len(view)
+        self.end = start + len(lead) + len(view)
+        self.lead = lead
         self.view: memoryview | None = view  # None once they have arrived
         self._owned = view.readonly
         self._lock = lock
@@ -61,6 +67,13 @@ class Kept:
                 self.view = memoryview(bytes(self.view))
                 self._owned = True
 
+    def after(self, arrived: int) -> list[memoryview]:
+        """What of it stands behind the session's first `arrived` bytes."""
+        assert self.view is not None
+        lead = memoryview(self.lead)[max(0, arrived - self.start) :]
+        view = self.view[max(0, arrived - self.start - len(self.lead)) :]
+        return [piece for piece in (lead, view) if piece]
+
 
 class LinkSession:
     """One thread reads, one writes, and any may do the rest. What they wait for raises
@@ -71,16 +84,18 @@ class LinkSession:
         self,
         window_s: float,
         *,
+        most_kept_bytes: float = math.inf,
         may_resume: Callable[[], bool] = lambda: True,
         on_break: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_break` is told of each connection that broke while `may_resume`."""
+        """`on_break` is called for each connection that broke while `may_resume`."""
         self.secret = b""  # what the two ends alone know
         self.received = 0
         self.stalled = False  # the last connection moved nothing of what this end wrote
         self.fell_silent = False  # the last connection, and was not closed
         self.silence_s = window_s / 8
         self._window_s = window_s
+        self._most_kept_bytes = most_kept_bytes
         self._may_resume = may_resume
         self._on_break = on_break
         # Taken in this order. `_reading` is held while bytes are taken from a connection, so that
@@ -96,8 +111,11 @@ class LinkSession:
         self._outgoing: deque[memoryview] = deque()
         self._written = 0
         self._acknowledged = 0
+        self._awaits_room = False  # the thread that writes
+        self._num_stalled = 0  # connections in a row
         self._resumed_at = 0  # bytes acknowledged when the connection was new
-        self._told = 0  # bytes received, as the last frame said
+        self._moved_at = 0.0  # when bytes on the way arrived last, or the first of them was written
+        self._reported = 0  # bytes received, as the last frame said
         self._listening_since: float | None = None
         self._ended = False
         self._why = "it has not been opened"
@@ -108,6 +126,17 @@ class LinkSession:
     def why(self) -> str:
         """What broke the last connection."""
         return self._why
+
+    @property
+    def stream(self) -> Stream | None:
+        """Of the connection, where there is one."""
+        frames = self._frames
+        return None if frames is None else frames.stream
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this end has written all that it will."""
+        return self._ended
 
     @property
     def num_kept(self) -> int:
@@ -126,16 +155,16 @@ class LinkSession:
 
     # Connections
 
-    def attach(self, frames: Frames, arrived: int, told: int) -> None:
-        """Go on, on a new connection whose other end has received `arrived` bytes, and was told
-        that this end has received `told`. Raises `TransferError` where `arrived` cannot be, and
+    def attach(self, frames: Frames, arrived: int, reported: int) -> None:
+        """Go on, on a new connection whose other end has received `arrived` bytes, and knows that
+        this end has received `reported`. Raises `TransferError` where `arrived` cannot be, and
         `ConnectionError` where more has come meanwhile, or the session is over.
         """
         with self._reading, self._lock:
             self.check_arrived(arrived)
             if self._over is not None:
                 raise ConnectionError(self._over)
-            if told != self.received:
+            if reported != self.received:
                 raise ConnectionError("another connection was quicker")
             self._retire("dialled again")
             self._acknowledge(arrived)
@@ -149,8 +178,16 @@ class LinkSession:
 
     def send_again(self) -> None:
         """Write what the last connection has lost, which the writing thread may not come to."""
-        with suppress(ConnectionError):
-            self._flush(patient=False)
+        while self.send_next():
+            continue
+
+    def send_next(self) -> bool:
+        """Write one frame of what is to be sent. Returns whether there was one."""
+        if not self._outgoing:
+            return False
+        with suppress(ConnectionError), self._writing:
+            return self._write_frame(patient=False)
+        return False
 
     def detach(self) -> int:
         """Let go of a connection that the other end has given up. Returns how many bytes have
@@ -207,26 +244,44 @@ class LinkSession:
             if silent_s > self.silence_s:
                 self.fell_silent = True
                 self.broke(frames, f"nothing came for {self.silence_s:g} s")
-        if now - frames.wrote_at > self.silence_s / _BEATS or self.received > self._told:
-            self._tell()
+        if now - frames.wrote_at > self.silence_s / _BEATS or self.received > self._reported:
+            self._report()
 
     # Bytes
+
+    def has_room(self) -> bool:
+        """Whether more should be written now; so it is where that will raise."""
+        return self._written - self._acknowledged < self._most_kept_bytes or self._over is not None
+
+    def await_room(self) -> None:
+        """Wait for room, a moment at most: a thread may have something else to write."""
+        with self._lock:
+            self._awaits_room = True
+            self._changed.wait_for(self.has_room, _ROOM_S)
+            self._awaits_room = False
 
     def write(self, lead: bytes, view: memoryview) -> Kept | None:
         """Hand `lead`, then `view`, to the kernel. Returns what holds `view`, whose bytes must not
         change before it is `own`ed; None where a copy was made.
         """
-        if len(lead) + len(view) <= _SMALL_BYTES:
+        is_copied = len(lead) + len(view) <= _SMALL_BYTES
+        if is_copied:
             lead += view
             view = view[:0]
-        kept = None
-        with self._lock:
-            if lead:
-                self._keep(memoryview(lead))
-            if view:
-                kept = self._keep(view)
-        self._flush(patient=True)
-        return kept
+        with self._writing:
+            with self._lock:
+                kept = self._keep(lead, view)
+                frames = self._frames
+                # Most often: the connection is as it was, and nothing is to be sent before.
+                in_turn = frames is self._using.get(_WRITER) and not self._outgoing
+                if frames is None or not in_turn or self._over is not None:
+                    frames = None
+                    self._outgoing += kept.after(kept.start)
+            if frames is not None:
+                self._attempt(frames, (lead, view))
+            while self._outgoing:
+                self._write_frame(patient=True)
+        return None if is_copied else kept
 
     def end(self) -> None:
         """Write no more; the other end reads what was written, then the end."""
@@ -237,6 +292,8 @@ class LinkSession:
 
     def read(self, view: memoryview) -> None:
         """Fill `view`. Raises `TransferError` where the other end acknowledges nonsense."""
+        if self._take_whole(view):
+            return
         filled = 0
         self._listening_since = time.monotonic()
         while filled < len(view):
@@ -250,8 +307,8 @@ class LinkSession:
                 self._hear(frames)
             if frames.said_farewell:
                 self.close("it broke off the link")
-            if self.received - self._told >= _TELL_BYTES:
-                self._tell()
+            if self.received - self._reported >= _REPORT_BYTES:
+                self._report()
         self._listening_since = None
 
     def skip(self) -> None:
@@ -261,6 +318,15 @@ class LinkSession:
             while True:
                 self.read(scratch)
 
+    def _take_whole(self, view: memoryview) -> bool:
+        """Fill `view` where all of it is here: no wait, and nothing new that the other end says."""
+        with self._reading:
+            frames = self._frames
+            if frames is None or not frames.take_whole(view):
+                return False
+            self.received += len(view)
+            return True
+
     def _take(self, frames: Frames, view: memoryview) -> int:
         with self._reading:
             if frames is not self._frames:
@@ -269,22 +335,24 @@ class LinkSession:
             self.received += num_bytes
             return num_bytes
 
-    def _flush(self, *, patient: bool) -> None:
-        """Write what is to be sent; where `patient`, on the next connections too."""
-        with self._writing:
-            while self._outgoing:
-                with self._lock:
-                    if self._frames is None and not patient:
-                        return
-                    frames = self._current(_WRITER)
-                    pieces = self._next_pieces()
-                try:
-                    if pieces:
-                        self._put(frames, pieces)
-                except OSError as error:
-                    self.broke(frames, reason_of(error))
+    def _write_frame(self, *, patient: bool) -> bool:
+        """Write what is to be sent next; where `patient`, on the next connection too."""
+        with self._lock:
+            if not self._outgoing or (self._frames is None and not patient):
+                return False
+            frames = self._current(_WRITER)
+            pieces = self._next_pieces()
+        if pieces:
+            self._attempt(frames, pieces)
+        return True
 
-    def _tell(self) -> None:
+    def _attempt(self, frames: Frames, pieces: Sequence[bytes | memoryview]) -> None:
+        try:
+            self._put(frames, pieces)
+        except OSError as error:
+            self.broke(frames, reason_of(error))
+
+    def _report(self) -> None:
         """Write a frame without payload, unless one is being written or has to wait."""
         if not self._writing.acquire(blocking=False):
             return
@@ -317,16 +385,21 @@ class LinkSession:
         finally:
             self._writing.release()
 
-    def _put(self, frames: Frames, pieces: list[memoryview]) -> None:
+    def _put(self, frames: Frames, pieces: Sequence[bytes | memoryview]) -> None:
         received = self.received
         frames.write(received, pieces)
-        self._told = received
+        self._reported = received
 
     def _hear(self, frames: Frames) -> None:
+        arrived = frames.acknowledged
         with self._lock:
-            if frames is self._frames:
-                self.check_arrived(frames.acknowledged)
-                self._acknowledge(frames.acknowledged)
+            if frames is not self._frames:
+                return
+            if arrived > self._written:
+                self.check_arrived(arrived)
+            self._acknowledge(arrived)
+            if self._awaits_room:
+                self._changed.notify_all()
 
     def _current(self, thread: str) -> Frames:
         """The connection to use, waited for."""
@@ -348,10 +421,11 @@ class LinkSession:
 
     # With the lock held
 
-    def _keep(self, view: memoryview) -> Kept:
-        kept = Kept(self._written, view, self._lock)
+    def _keep(self, lead: bytes, view: memoryview) -> Kept:
+        if self._acknowledged == self._written:
+            self._moved_at = time.monotonic()
+        kept = Kept(self._written, lead, view, self._lock)
         self._kept.append(kept)
-        self._outgoing.append(view)
         self._written = kept.end
         return kept
 
@@ -365,16 +439,17 @@ class LinkSession:
         return pieces
 
     def _acknowledge(self, arrived: int) -> None:
+        if arrived > self._acknowledged:
+            self._moved_at = time.monotonic()
         self._acknowledged = arrived
         while self._kept and self._kept[0].end <= arrived:
             self._kept.popleft().view = None
 
     def _after(self, arrived: int) -> list[memoryview]:
         """The kept bytes from `arrived` on."""
-        views = []
+        views: list[memoryview] = []
         for kept in self._kept:
-            assert kept.view is not None
-            views.append(kept.view[max(0, arrived - kept.start) :])
+            views += kept.after(arrived)
         return views
 
     def _retire(self, why: str) -> None:
@@ -394,6 +469,13 @@ class LinkSession:
         frames.stream.give_up()
         self._retired.append(frames)
         self._close_retired()
+        # Several: a peer that is held back takes nothing either, and may lose a connection.
+        self._num_stalled = self._num_stalled + 1 if self.stalled else 0
+        if self._num_stalled >= _MOST_STALLED and now - self._moved_at > self._window_s:
+            self._end(
+                f"{why}, and on connections opened since nothing arrived in {self._window_s:g} s: "
+                "the path may lose large packets (see net.ipv4.tcp_mtu_probing)"
+            )
         self._changed.notify_all()
 
     def _close_retired(self) -> None:

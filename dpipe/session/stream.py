@@ -8,8 +8,8 @@ from contextlib import suppress
 from tempfile import NamedTemporaryFile
 from threading import Lock
 
-from dpipe.errors import JoinError
-from dpipe.session.frames import Stream
+from dpipe.errors import ConfigError, JoinError
+from dpipe.session.frames import ByteStream
 from dpipe.wire.rpc import TLS_NAME, Security
 
 # Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
@@ -26,8 +26,8 @@ _MOST_MS = (1 << 31) - 1
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
 
 
-class SocketStream(Stream):
-    """Bytes over an open socket; see `frames.Stream`."""
+class SocketStream(ByteStream):
+    """Bytes over an open socket; see `frames.ByteStream`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -161,7 +161,7 @@ class Tls:
         )
 
 
-def stream_over(sock: socket.socket) -> Stream:
+def stream_over(sock: socket.socket) -> ByteStream:
     if isinstance(sock, ssl.SSLSocket):
         return TlsStream(sock)
     return SocketStream(sock)
@@ -183,6 +183,27 @@ def tune(sock: socket.socket, silence_s: float, unacknowledged_s: float) -> None
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def set_congestion_control(sock: socket.socket, name: str | None) -> None:
+    """Take TCP's congestion control called `name`; None leaves the host's.
+
+    Raises `ConfigError` where the host does not have it, or allows it to root alone.
+    """
+    if name is None:
+        return
+    option = getattr(socket, "TCP_CONGESTION", None)  # of Linux and FreeBSD
+    try:
+        if option is None:
+            raise OSError("this system sets it for all sockets alone")
+        sock.setsockopt(socket.IPPROTO_TCP, option, name.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f'transport.congestion_control "{name}" cannot be set on this host: {reason}; take one '
+            "that `sysctl net.ipv4.tcp_allowed_congestion_control` lists, have root add it there "
+            "(modprobe tcp_NAME loads it), or leave it out"
+        ) from None
 
 
 def shut(sock: socket.socket) -> None:

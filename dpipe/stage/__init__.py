@@ -8,9 +8,6 @@ gpt.py              a decoder-only transformer as such a list
 bert.py             BERT as such a list
 stage.py            forward and backward of one micro-batch over some of the layers
 replay.py           a stage that waits instead of computing
-linear.py           splitting the backward pass: weight gradients that can wait
-recompute.py        attention cores run again in backward
-seeding.py          random numbers that depend only on what they are drawn for
 master_weights.py   parameters in half precision, and the fp32 master weights that learn
 tensor_group.py     the ranks of a tensor-parallel group, and their collectives
 tensor_parallel.py  a layer on those ranks, each with a part of every matrix; its loss

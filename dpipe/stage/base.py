@@ -80,4 +80,4 @@ class PipelineStage(ComputingStage, Protocol):
         """The buffers that a checkpoint holds."""
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """All buffers, those that are not saved too."""
+        """All buffers that may change, those that are not saved too."""

@@ -42,13 +42,15 @@ class Family:
     continues_text: bool = True
     # whether several ranks can hold one stage together (`tensor_parallel.py`)
     tensor_parallel: bool = False
+    # whether its sequences can be cut into slices (`passes/slices.py`)
+    slices_sequences: bool = False
     # the default of model.tie_embeddings
     ties_embeddings: bool = False
 
     @property
     def is_transformer(self) -> bool:
         """One of dpipe's own, built from the sizes in `[model]`; its costs are known by formula."""
-        return self.builder is not None
+        return self.layer_flops is not None
 
 
 FAMILIES = Choices[Family](
@@ -59,6 +61,7 @@ FAMILIES = Choices[Family](
         layer_flops=gpt_layer_flops,
         layer_parameter_bytes=gpt_layer_parameter_bytes,
         tensor_parallel=True,
+        slices_sequences=True,
     ),
     Family(
         "bert",
@@ -70,14 +73,24 @@ FAMILIES = Choices[Family](
         tensor_parallel=True,
         ties_embeddings=True,
     ),
-    Family("replay", computes=False, continues_text=False, tensor_parallel=True),
+    Family(
+        "replay",
+        computes=False,
+        continues_text=False,
+        tensor_parallel=True,
+        slices_sequences=True,
+    ),
 )
 
 # A user's own layers are not in the table: `model.layers` names the function that makes them, and
 # whether they can continue a text shows when they are asked to.
 USERS_OWN = Family("package.module:function")
+# Nor is a published model: `model.hf` names it, and sets `model.layers` to this.
+HUB = Family("hf")
 
 
 def family_of(layers: str) -> Family:
     """The family of a `model.layers` that has been checked."""
+    if layers == HUB.name:
+        return HUB
     return FAMILIES.get(layers, USERS_OWN)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpipe.passes.slices import Slices, causal_slice
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import (
@@ -36,6 +37,8 @@ _INIT_STD = 0.02  # of normal distributions
 class GptEmbedding(nn.Module):
     """Of tokens and of learned positions, added."""
 
+    takes_slices = True
+    slices: Slices | None = None
     tensor_plan: ClassVar = {
         "tokens": VocabularyEmbedding,
         "positions": SequenceEmbedding,
@@ -51,7 +54,10 @@ class GptEmbedding(nn.Module):
         initialise(self)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        num_tokens = tokens_BT.shape[1]
+        positions_T = torch.arange(num_tokens, device=tokens_BT.device)
+        if self.slices is not None:
+            positions_T = positions_T + self.slices.first_position(num_tokens)
         x_BTD: torch.Tensor = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
         return x_BTD
 
@@ -64,6 +70,8 @@ class AttentionCore(nn.Module):
 
     # A module of its own, though it has no parameters: what selective recomputation runs again.
     attention_core = True
+    takes_slices = True
+    slices: Slices | None = None
 
     def __init__(self, dropout: float, *, causal: bool) -> None:
         super().__init__()
@@ -77,6 +85,9 @@ class AttentionCore(nn.Module):
         v_BNTH: torch.Tensor,
         lengths_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        slices = self.slices
+        if slices is not None and slices.cut:
+            return causal_slice(slices, self, q_BNTH, k_BNTH, v_BNTH)
         dropout = self.dropout if self.training else 0.0
         mask_B11T = None if lengths_B is None else _within(lengths_B, k_BNTH.shape[2])
         return F.scaled_dot_product_attention(

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dpipe.errors import ConfigError, RunError
-from dpipe.stage.seeding import seeded
+from dpipe.passes.seeding import seeded
 from dpipe.stage.tensor_group import TensorGroup
 
 Loss = Callable[..., torch.Tensor]
@@ -30,12 +30,19 @@ class LayeredModel:
     layer and one of the last that are mathematically one weight: here two parameters that start
     equal and whose gradients are summed. `split_loss(group)` is the loss with the last layer split
     over a tensor-parallel group (`tensor_parallel.py`); a model without it cannot be split.
+    `fill(i, layer)` gives layer i values of its own, such as those of a published model:
+    `layers[i]` may then leave its parameters without memory, on the meta device. Of the first
+    `frozen` layers nothing learns. Layers for which `alike` returns the same take and hold the
+    same.
     """
 
     layers: tuple[Callable[[], nn.Module], ...]
     loss: Loss
     tied: tuple[str, str] | None = None
     split_loss: Callable[[TensorGroup], Loss] | None = None
+    fill: Callable[[int, nn.Module], None] | None = None
+    frozen: int = 0
+    alike: Callable[[int], Hashable] | None = None
 
     def loss_on(self, group: TensorGroup | None) -> Loss:
         """The loss on one rank of `group`; None: on one rank alone."""
@@ -56,7 +63,9 @@ def materialise(
     """
     with seeded("layer", seed, layer_index):
         layer = model.layers[layer_index]()
-    if model.tied is not None and layer_index == len(model.layers) - 1:
+        if model.fill is not None:
+            model.fill(layer_index, layer)
+    if model.fill is None and model.tied is not None and layer_index == len(model.layers) - 1:
         # Made again, not asked for: the first layer may live on another rank.
         first = materialise(model, 0, seed, "cpu")
         name_in_first, name_in_last = model.tied
@@ -75,6 +84,30 @@ def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in layer.named_buffers():
         if name in persistent:
             yield name, buffer
+
+
+def freeze(layer: nn.Module) -> None:
+    """Turn the parameters of `layer` that do not learn into buffers that no checkpoint holds: they
+    have no optimizer state, and replicas do not exchange them.
+    """
+    for module in layer.modules():
+        frozen = []
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach(), persistent=False)
+                frozen.append(name)
+        if frozen:
+            module.frozen = frozenset(frozen)  # type: ignore[assignment]
+
+
+def changing_buffers(layer: nn.Module) -> Iterator[torch.Tensor]:
+    """All buffers of `layer` but its frozen parameters."""
+    for module in layer.modules():
+        frozen = getattr(module, "frozen", ())
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in frozen:
+                yield buffer
 
 
 def as_tensors(index: int, layer: nn.Module, returned: object) -> tuple[torch.Tensor, ...]:

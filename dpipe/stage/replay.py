@@ -17,6 +17,9 @@ _EARLY_S = 150e-6  # how late a sleep may end: the rest is spent awake
 class ReplayStage:
     """Looks like a `Stage`. Each message is `message_bytes // 4` fp32 values; the loss is 0.
 
+    With `num_slices` of each sequence a forward or backward pass is of one slice: so many times
+    shorter, and so are its messages; an evaluation is of whole micro-batches.
+
     It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to exchange.
     `input_share` of `backward_s` makes the input gradient, the rest the weight gradients. The ranks
     of a tensor-parallel group call `exchange` `num_exchanges` times in each forward and each input
@@ -30,6 +33,7 @@ class ReplayStage:
         index: int,
         *,
         num_microbatches: int,
+        num_slices: int = 1,
         forward_s: float,
         backward_s: float,
         input_share: float,
@@ -41,19 +45,21 @@ class ReplayStage:
         num_exchanges: int = 0,
     ) -> None:
         self.index = index
-        self._num_microbatches = num_microbatches
-        self._forward_s = forward_s
-        self._backward_s = backward_s
-        self._input_s = backward_s * input_share
-        self._weight_s = backward_s * (1 - input_share)
+        self._num_pieces = num_microbatches * num_slices
+        self._evaluation_s = forward_s
+        self._forward_s = forward_s / num_slices
+        self._backward_s = backward_s / num_slices
+        self._input_s = self._backward_s * input_share
+        self._weight_s = self._backward_s * (1 - input_share)
         self._exchange = exchange
         self._num_exchanges = num_exchanges
         # Never written to, so that every message can be the same tensor.
         message = torch.zeros(message_bytes // 4)
+        piece = message[: len(message) // num_slices]
+        self._whole = _at_ends(message, first, last)
+        self._inputs, self._outputs = _at_ends(piece, first, last)
         nothing: Tensors = ()
-        self._inputs = nothing if first else (message,)
-        self._outputs = (torch.zeros(()),) if last else (message,)
-        self._output_grads = nothing if last else (message,)
+        self._output_grads = nothing if last else (piece,)
         self._parameter = nn.Parameter(torch.zeros(parameter_bytes // 4))
         self._gradient = torch.zeros_like(self._parameter)
         self._num_backwards = 0  # in this step, with the weight gradient
@@ -66,14 +72,16 @@ class ReplayStage:
     def forward(
         self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
     ) -> Tensors:
-        outputs = self.evaluate(inputs, targets)
-        self._stashed.add(microbatch)
-        return outputs
-
-    def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         self._check("input", inputs, self._inputs)
         self._compute(self._forward_s)
+        self._stashed.add(microbatch)
         return self._outputs
+
+    def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+        expected, outputs = self._whole
+        self._check("input", inputs, expected)
+        self._compute(self._evaluation_s)
+        return outputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
         inputs = self._take_grads(microbatch, grads, self._backward_s)
@@ -125,7 +133,7 @@ class ReplayStage:
     def _count_backward(self) -> None:
         # The gradient is there once it is complete, as that of a stage that adds it up.
         self._num_backwards += 1
-        if self._num_backwards == self._num_microbatches:
+        if self._num_backwards == self._num_pieces:
             self._parameter.grad = self._gradient
 
     def _take_grads(self, microbatch: int, grads: Tensors, seconds: float) -> Tensors:
@@ -150,6 +158,13 @@ class ReplayStage:
                 f"replay stage {self.index} expected {expected} as its {what}, got {arrived}; "
                 "replay.message_bytes must be the same on every rank"
             )
+
+
+def _at_ends(message: torch.Tensor, first: bool, last: bool) -> tuple[Tensors, Tensors]:
+    """Inputs and outputs of a stage that passes on `message`."""
+    inputs: Tensors = () if first else (message,)
+    outputs: Tensors = (torch.zeros(()),) if last else (message,)
+    return inputs, outputs
 
 
 def wait(seconds: float) -> None:

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from dpipe.errors import RunError, TransferError
+from dpipe.passes.linear import Products, WeightGradients, defer_weight_gradients, make
+from dpipe.passes.recompute import recompute_attention
+from dpipe.passes.seeding import seeded
+from dpipe.passes.slices import Slices, tell_slices
 from dpipe.stage.base import Tensors
-from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.master_weights import MasterWeights
-from dpipe.stage.model import Loss, as_tensors, saved_buffers
-from dpipe.stage.recompute import recompute_attention
-from dpipe.stage.seeding import seeded
+from dpipe.stage.model import Loss, as_tensors, changing_buffers, saved_buffers
 from dpipe.stage.tensor_parallel import Split, leave_uncompiled
 from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
@@ -53,6 +54,8 @@ class Stage:
                          what crosses a layer's boundary stay fp32
     `parameters`         in half precision, layers compute in it and pass it on; what is learned,
                          and seen from outside, are fp32 master weights
+    `num_slices`         of each sequence: the numbers of micro-batches are then those of slices
+                         (`passes/slices.py`), but for an evaluation, whose sequences are whole
     `first_microbatch`   this replica's first in the whole batch: micro-batch m draws the random
                          numbers of `first_microbatch` + m
     `splits_backward`    prepare for `backward_input`; without it linear layers stay torch's own,
@@ -60,6 +63,7 @@ class Stage:
     `compiled`           by torch.compile; such layers cannot split the backward pass
     `split`              the tensor-parallel sharding, None on one rank. With it, only the code
                          between collectives is compiled, and `loss` is the group's
+    `frozen`             the model's first layers, of which nothing learns: they keep nothing
     `timed`              called around what master weights add to a step
     """
 
@@ -69,6 +73,7 @@ class Stage:
         layers: Mapping[int, nn.Module],
         *,
         num_microbatches: int,
+        num_slices: int = 1,
         loss: Loss | None = None,
         recompute: str = "none",
         precision: str = "fp32",
@@ -78,6 +83,7 @@ class Stage:
         first_microbatch: int = 0,
         splits_backward: bool = True,
         split: Split | None = None,
+        frozen: int = 0,
         device: torch.device | str = "cpu",
         timed: Timed = nullcontext,
     ) -> None:
@@ -87,16 +93,16 @@ class Stage:
         self._timed = timed
         self._layers = dict(layers)
         self._loss = loss
-        self._last = max(layers)
-        self._num_microbatches = num_microbatches
+        self._num_pieces = num_microbatches * num_slices
+        self._slices = Slices(num_slices)
         self._keeps_graph = recompute != "full"
         self._splits_backward = splits_backward
         self._seed = seed
+        self._frozen = frozen
         self._device = torch.device(device)
         stored = _HALF[parameters]
         self._half = _HALF[precision] if stored is None else None
         self._masters = None if stored is None else MasterWeights(self._layers, stored)
-        self._stale = True  # whether the layers have yet to be given the masters' values
         self._graphs: dict[int, list[_Graph]] = {}
         self._waiting: dict[int, Products] = {}  # weight gradients that `backward_weight` will make
         self._weight_gradients = WeightGradients()
@@ -105,6 +111,8 @@ class Stage:
         self.begin_step(0)
 
     def _prepare_layers(self, recompute: str, compiled: bool) -> None:
+        if self._slices.num_slices > 1:
+            tell_slices(self._layers.values(), self._slices)
         for layer in self._layers.values():
             if recompute == "selective":
                 recompute_attention(layer, compiled=compiled and self.split is None)
@@ -120,14 +128,11 @@ class Stage:
         `loss_scale`.
         """
         self._step = step
-        self._loss_factor = loss_scale / self._num_microbatches
-        self._stale = True
+        self._loss_factor = loss_scale / self._num_pieces
+        self._stale = True  # the layers have yet to be given the masters' values
 
     def forward(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        targets: torch.Tensor | None = None,
+        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
     ) -> Tensors:
         """Run the layers and stash what their backward needs. Outputs carry no graph.
 
@@ -142,11 +147,23 @@ class Stage:
         self._refresh()
         targets = None if targets is None else upload(targets, self._device)
         number = self._first_microbatch + microbatch
+        with self._slices.at(microbatch):
+            graphs, outputs = self._forward(number, inputs, targets)
+        self._graphs[microbatch] = graphs
+        return tuple(output.detach() for output in outputs)
+
+    def _forward(
+        self, number: int, inputs: Tensors, targets: torch.Tensor | None
+    ) -> tuple[list[_Graph], Tensors]:
+        """`number` is that of the micro-batch in the whole batch."""
         graphs: list[_Graph] = []
         for index in self._layers:
             draw_key = ("draw", self._seed, self._step, number, index)
             # Bound to its key: backward may run it again, when the step's other draws are made.
             run = partial(self._run, index, draw_key, targets)
+            if index < self._frozen:
+                inputs = self._run_frozen(run, inputs)
+                continue
             if graphs and self._keeps_graph and _has_one_gradient(inputs):
                 _make_gradients_contiguous(inputs)
             else:
@@ -158,8 +175,7 @@ class Stage:
                 graphs[-1].outputs = inputs
             else:
                 inputs = self._run_first(index, run, inputs)
-        self._graphs[microbatch] = graphs
-        return tuple(output.detach() for output in inputs)
+        return graphs, inputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
         """All gradients of one micro-batch: returns the inputs', adds the parameters' to `.grad`.
@@ -208,15 +224,14 @@ class Stage:
 
     @property
     def held(self) -> int:
-        """Stashed micro-batches, those that only wait for `backward_weight` included; 0 after a
-        step.
-        """
+        """Stashed micro-batches, those that wait for `backward_weight` included; 0 after a step."""
         return len(self._graphs) + len(self._waiting)
 
     def clear(self) -> None:
         """Forget a step that was aborted: the stash and the gradients."""
         self._graphs.clear()
         self._waiting.clear()
+        self._slices.clear()
         self._weight_gradients.take()
         self.zero_grad()
 
@@ -224,14 +239,12 @@ class Stage:
         """Parameters by layer, in order, named as in the whole model:
         `layers.3.attention.qkv.weight`.
         """
-        named: Mapping[int, Iterable[tuple[str, nn.Parameter]]]
-        if self._masters is None:
-            named = {index: layer.named_parameters() for index, layer in self._layers.items()}
-        else:
-            named = self._masters.named
         in_model: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for index, pairs in named.items():
-            in_model[index] = [(f"layers.{index}.{name}", parameter) for name, parameter in pairs]
+        for index, layer in self._layers.items():
+            named: Iterable[tuple[str, nn.Parameter]] = layer.named_parameters()
+            if self._masters is not None:
+                named = self._masters.named[index]
+            in_model[index] = [(f"layers.{index}.{name}", parameter) for name, parameter in named]
         return in_model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -242,8 +255,8 @@ class Stage:
         return [parameter for _, parameter in self.named_parameters()]
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """What layers keep that is not learned, such as running means."""
-        return [buffer for layer in self._layers.values() for buffer in layer.buffers()]
+        """What layers keep that is not learned and may change, such as running means."""
+        return [buffer for layer in self._layers.values() for buffer in changing_buffers(layer)]
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of `buffers` that a checkpoint holds, named as parameters are."""
@@ -264,10 +277,13 @@ class Stage:
             assert not grads, "the last stage makes its gradient itself"
             # Made on the device: the host would wait for a copy.
             grads = (torch.full((), self._loss_factor, device=self._device),)
-        # Popped, so that each graph is freed as soon as it has been gone through.
-        while graphs:
-            grads = self._backward_graph(microbatch, graphs.pop(), grads)
+        # A graph may have to be made again.
+        with self._slices.at(microbatch):
+            # Popped, so that each graph is freed as soon as it has been gone through.
+            while graphs:
+                grads = self._backward_graph(microbatch, graphs.pop(), grads)
         del self._graphs[microbatch]
+        self._slices.forget(microbatch)
         return grads
 
     def _backward_graph(self, microbatch: int, graph: _Graph, grads: Tensors) -> Tensors:
@@ -280,12 +296,11 @@ class Stage:
         self._differentiate(microbatch, outputs, grads)
         return tuple(_taken_grad(leaf) for leaf in graph.inputs if leaf.requires_grad)
 
-    def _run_first(
-        self,
-        index: int,
-        run: Callable[[Tensors], Tensors],
-        inputs: Tensors,
-    ) -> Tensors:
+    @torch.no_grad()
+    def _run_frozen(self, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
+        return run(tuple(upload(tensor, self._device) for tensor in inputs))
+
+    def _run_first(self, index: int, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
         """A forward pass of a layer that backward runs again. Raises `RunError` if the layer writes
         to its buffers, because the second pass would see other values.
         """
@@ -330,7 +345,7 @@ class Stage:
             with drawing, self._autocast():
                 returned = layer(*inputs)
             outputs = self._as_after_a_hop(as_tensors(index, layer, returned))
-            if self._loss is not None and index == self._last:
+            if self._loss is not None and index == max(self._layers):
                 loss = _scalar(self._loss(*map(_as_float, outputs), targets))
                 outputs = (self._learnable(loss, inputs),)
         except Exception as error:
@@ -339,10 +354,8 @@ class Stage:
         return outputs
 
     def _learnable(self, loss: torch.Tensor, inputs: Tensors) -> torch.Tensor:
-        """Raises `RunError` for a training step's loss without a graph: the run would go on and
-        learn nothing.
-
-        A stage whose parameters are all frozen, with nothing to pass back, needs no graph.
+        """Raises `RunError` for a training step's loss without a graph: the run would learn
+        nothing. A stage whose parameters are all frozen, with nothing to pass back, needs none.
         """
         if loss.requires_grad or not torch.is_grad_enabled():
             return loss
@@ -369,13 +382,14 @@ class Stage:
         return tuple((out.float() if out.dtype is half else out).contiguous() for out in outputs)
 
     def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
-        """What a graph starts from. The inputs of the model's first layer need no gradient."""
+        """What a graph starts from. The inputs of the first layer that learns need no gradient."""
         moved = [upload(tensor.detach(), self._device) for tensor in inputs]
-        return tuple(t.requires_grad_(layer > 0 and t.is_floating_point()) for t in moved)
+        learns_below = layer > self._frozen
+        return tuple(t.requires_grad_(learns_below and t.is_floating_point()) for t in moved)
 
     def _differentiate(self, microbatch: int, outputs: Tensors, grads: Tensors) -> None:
-        floating = [output for output in outputs if output.is_floating_point()]
-        expected = [tuple(output.shape) for output in floating]
+        floating = [out for out in outputs if out.is_floating_point()]
+        expected = [tuple(out.shape) for out in floating]
         arrived = [tuple(grad.shape) for grad in grads]
         if expected != arrived:
             raise TransferError(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dpipe.errors import PeerLost
-from dpipe.stage.seeding import paused
+from dpipe.passes.seeding import paused
 from dpipe.wire.collective import open_group
 
 _POLL = timedelta(seconds=0.2)  # between looks at whether the run has failed elsewhere

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dpipe.stage.linear import Linear
+from dpipe.passes.linear import Linear
 from dpipe.stage.tensor_group import TensorGroup
 
 _SEQUENCE = 1  # the dimension of [B, S, D] that is split between the matrices

@@ -33,6 +33,7 @@ from dpipe.errors import CheckpointError, NumericError
 from dpipe.stage.tensor_parallel import Shard
 from dpipe.store.identity import RunIdentity, from_table, refuse_superseded, writer_of
 from dpipe.store.storage import INDEX, Storage, digest_of, parsed_json
+from dpipe.wire.text import visible
 
 LOG = logging.getLogger("dpipe")
 
@@ -92,6 +93,7 @@ def save(
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     remedy: str = "make room, or set run.checkpoint_url",
     run: RunIdentity | None = None,
+    best: int | None = None,
 ) -> None:
     """Write this rank's part of the checkpoint of `step`. Every rank calls it with its own part and
     the same `state`.
@@ -100,8 +102,8 @@ def save(
     those tensors of `optimizer` that are rows of several ranks' parts (`tensor_shards.py`).
     `buffers` are saved with `tensors`.
 
-    The newest `keep` checkpoints stay. Steps later than `step` are removed: the run went back.
-    Those of a run other than `run` are never removed.
+    The newest `keep` checkpoints stay, and that of step `best`. Steps later than `step` are
+    removed: the run went back. Those of a run other than `run` are never removed.
     Whatever fails, earlier checkpoints stay whole. Raises `RunError`, which ends in the `remedy`,
     if something cannot be written, or if another process writes this run's checkpoints now; and
     `NumericError` if one of `tensors` is not finite, because no run could go on from it.
@@ -116,13 +118,17 @@ def save(
         contents = ({**tensors, **buffers}, optimizer)
         for kind, content in zip(_KINDS, contents, strict=True):
             part[kind] = _write_part(store, step, rank, kind, content)
-    part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
+    part["layouts"] = _as_tables(layouts)
     parts = share(part)
     _refuse(parts, step)
     text = json.dumps(_index_of(parts, step, state, run), indent=1)
     store.write(step, INDEX, rank, lambda path: path.write_text(text))
     # Last: until the new checkpoint is committed, the old ones are all there is.
-    _prune(store, step, keep, run)
+    _prune(store, step, keep, run, best)
+
+
+def _as_tables(layouts: Mapping[str, Shard]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(shard) for name, shard in layouts.items()}
 
 
 def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -212,6 +218,22 @@ def latest(url: str) -> int | None:
     return max(Storage(url).steps(), default=None)
 
 
+def best(url: str) -> int:
+    """The step before which the held-out loss was lowest. Raises `CheckpointError` where its
+    checkpoint was not kept.
+    """
+    store = Storage(url)
+    steps = store.steps()
+    state = _read_index(store, steps[-1])["state"] if steps else {}
+    step = state.get("best_step")
+    if step not in steps:
+        raise CheckpointError(
+            f"{url} holds no checkpoint of the lowest held-out loss: train with run.keep_best and "
+            "train.eval_every, or take the newest"
+        )
+    return int(step)
+
+
 def _write_part(
     store: Storage, step: int, rank: int, kind: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, Any]]:
@@ -240,12 +262,13 @@ def _merged(parts: Sequence[dict[str, Any]], kind: str, key: str) -> dict[str, A
     return {name: value for part in parts for name, value in part[kind][key].items()}
 
 
-def _prune(store: Storage, step: int, keep: int, run: RunIdentity | None) -> None:
-    """Leave the newest `keep` steps. A later step without an index is left alone: a faster rank may
-    be writing it. So is what another run wrote.
+def _prune(store: Storage, step: int, keep: int, run: RunIdentity | None, best: int | None) -> None:
+    """Leave the newest `keep` steps, and the `best`. A later step without an index is left alone: a
+    faster rank may be writing it. So is what another run wrote.
     """
     committed = [s for s in store.steps() if not _is_of_another(store, s, run)]
     kept = [s for s in committed if s <= step][-keep:]
+    kept += [s for s in committed if s == best]
     # Left behind by a rank that died while it wrote: nobody finishes an earlier step any more.
     unfinished = {s for s in store.folders() if s < step} - set(store.steps())
     for old in (set(committed) | unfinished) - set(kept):
@@ -284,7 +307,7 @@ def _in_order(row: torch.Tensor, layout: Mapping[str, Any], name: str, path: str
         shard = Shard(**layout)
         return shard.join(row.chunk(shard.size))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: the layout of {name!a}: {error}") from None
+        raise CheckpointError(f"{path} is damaged: the layout of {name!a:.200}: {error}") from None
 
 
 def _filtered(names: Mapping[str, str], wanted: Callable[[str], bool]) -> dict[str, str]:
@@ -381,7 +404,7 @@ def _read_tensors(
             raise CheckpointError(
                 f"{path} is missing; several machines need a run.checkpoint_url in common"
             ) from None
-        # A name that is not UTF-8 is a ValueError.
+        # A name that is not UTF-8 is a ValueError. Both show names, which may be anybody's.
         except (SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from None
+            raise CheckpointError(f"{path} is damaged: {visible(str(error)):.300}") from None
     return tensors

@@ -39,8 +39,8 @@ def fill_buffers(named: Iterable[tuple[str, torch.Tensor]], loaded: Loaded) -> N
 
 
 def check_moments(named: Iterable[tuple[str, torch.Tensor]], loaded: Loaded) -> None:
-    """Raises `CheckpointError` if AdamW's moments of a parameter have another size than it has
-    here, with which the first step would fail.
+    """Raises `CheckpointError` if the moments of a parameter have another size than it has here,
+    with which the first step would fail.
     """
     for name, parameter in named:
         for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):

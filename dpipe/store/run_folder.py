@@ -13,9 +13,12 @@ import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from dpipe.config.load import Config, build
+from dpipe.config.run import RunConfig
 from dpipe.config.trust import refuse_untrusted
 from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
@@ -32,6 +35,7 @@ from dpipe.store.identity import (
 from dpipe.store.storage import parsed_json, regular_bytes
 
 LOG = logging.getLogger("dpipe")
+_TEXT = RunConfig()
 # In a run's folder. Where checkpoints are is checked as they are written.
 _WRITTEN = (
     "*.json",
@@ -44,10 +48,13 @@ _WRITTEN = (
     "tensorboard",
     "tensorboard/*",
 )
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# What "auto" takes for these changes the losses, so that a run keeps it.
+_CHOSEN = ("pipeline.wire", "data_parallel.inner_steps")
 # The keys that decide which model comes of it; the others decide where, how fast and how long.
 _ANOTHER_RUN = re.compile(
     r"model\..*|data\.(?!cache$).*|train\.(seed|batch_size|learning_rate|min_learning_rate"
-    r"|warmup_steps|decay|weight_decay|betas|clip_norm)"
+    r"|warmup_steps|warmup_ratio|decay|optimizer|weight_decay|betas|clip_norm)"
 )
 
 
@@ -151,11 +158,57 @@ def changes(config: Config) -> dict[str, str]:
             f"{path} is not what a run writes: {error}; delete it to resume without comparing"
         ) from None
     # A key that an earlier version did not have, or has called otherwise, cannot be compared.
+    shared = config.shared()
+    # The run has kept the commit that a branch, or nothing, meant when it began.
+    if not _COMMIT.fullmatch(config.model.revision or ""):
+        del shared["model.revision"]
+    if config.train.epochs is not None:
+        del shared["train.steps"]  # they follow from it
+    for key in _CHOSEN:
+        if shared[key] == "auto":
+            del shared[key]
     return {
         key: f"{key} was {saved[key]!a:.200} and is {value!a:.200}"
-        for key, value in config.shared().items()
+        for key, value in shared.items()
         if key in saved and saved[key] != value
     }
+
+
+def revision_of(config: Config) -> str | None:
+    """The revision of model.hf to read: of a branch, or of none, the commit that the run in the
+    folder has found before.
+    """
+    folder = Path(config.run.folder)
+    own = config.model.revision
+    if _COMMIT.fullmatch(own or "") or not (folder / "config.json").exists():
+        return own
+    # compared, and none of its code run
+    saved = load_configuration(folder, trust_code=True).model
+    return saved.revision if saved.hf == config.model.hf else own
+
+
+def chosen_before(config: Config) -> Config:
+    """`config` with what "auto" took as the run in the folder began. Formats of links are those of
+    as many stages; where there are others now, they are left to be chosen again.
+    """
+    folder = Path(config.run.folder)
+    if not (folder / "config.json").exists():
+        return config
+    # compared, and none of its code run
+    saved = load_configuration(folder, trust_code=True)
+    if config.pipeline.wire == "auto" and saved.pipeline.stages == config.pipeline.stages:
+        config = config.with_(pipeline__wire=saved.pipeline.wire)
+    if config.data_parallel.averages_when_cheap:
+        config = config.with_(data_parallel__inner_steps=saved.data_parallel.inner_steps)
+    return config
+
+
+def with_chosen(config: Config, chosen: Config) -> Config:
+    """`config` with what "auto" took in `chosen`, for the next `chosen_before`."""
+    return config.with_(
+        pipeline__wire=chosen.pipeline.wire,
+        data_parallel__inner_steps=chosen.data_parallel.inner_steps,
+    )
 
 
 def open_folder(config: Config, resume: bool) -> Path:
@@ -324,9 +377,9 @@ def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:
 
 
 @contextmanager
-def logging_to(folder: Path, rank: int) -> Iterator[None]:
+def logging_to(folder: Path, rank: int, run: RunConfig = _TEXT) -> Iterator[None]:
     """Rank 0 logs into the folder, because its terminal shows the run live; the others log to
-    standard error.
+    standard error. `run` says in which format.
     """
     log = logging.getLogger("dpipe")
     errors = logging.StreamHandler()
@@ -335,7 +388,7 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
     if rank == 0:
         handlers.append(_LogFile(folder / "logs" / "rank-0.log"))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(message)s"))
+        handler.setFormatter(_formatter(rank, run.log_format))
         log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
@@ -345,6 +398,32 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
             log.removeHandler(handler)
             with suppress(OSError):  # what could not be written before
                 handler.close()
+
+
+def _formatter(rank: int, log_format: str) -> logging.Formatter:
+    if log_format == "json":
+        return _JsonLines(rank)
+    return logging.Formatter(f"%(asctime)s rank {rank} %(message)s")
+
+
+class _JsonLines(logging.Formatter):
+    """An object a line, whatever is in the message: what collects logs splits them at lines."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        row: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "rank": self._rank,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        return json.dumps(row)
 
 
 class _LogFile(logging.FileHandler):

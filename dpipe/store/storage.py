@@ -26,6 +26,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 
+from dpipe.disk import sync
 from dpipe.errors import CheckpointError, RunError
 
 INDEX = "index.json"
@@ -189,10 +190,10 @@ class Storage:
             return
         # The content before its name, then the folder that has the name, then the one that has the
         # step's: a power failure leaves whole files, or none.
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(temporary.parent)
-        _sync(temporary.parent.parent)
+        sync(temporary.parent)
+        sync(temporary.parent.parent)
 
     def _create_local(self, path: Path, content: bytes) -> None:
         """All of it or nothing, also for who reads it meanwhile. The first one wins."""
@@ -200,11 +201,11 @@ class Storage:
         try:
             with temporary.open("xb") as file:
                 file.write(content)
-            _sync(temporary)
+            sync(temporary)
             _link_or_copy(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def regular_size(path: Path, root: Path) -> int:
@@ -262,14 +263,6 @@ def _link_or_copy(temporary: Path, path: Path) -> None:
 def digest_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def parsed_json(content: bytes, path: str) -> Any:

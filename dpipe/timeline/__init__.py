@@ -9,7 +9,6 @@ machine.py    the clock, the cores of a host and the egress of a rank, in a simu
 exchanges.py  the replicas of a pipeline in a simulation, and what their stages exchange
 votes.py      the ballots before an optimizer step in a simulation
 summary.py    bubble, overlap, bytes a link
-chrome.py     a trace for Perfetto and chrome://tracing
 
 To change what a prediction knows of: the model is listed in `simulation.py`; each number that it
 needs is a field of `Cost`, which `plan/costs.py` estimates and `report/trace.py` measures; what a

@@ -13,7 +13,7 @@ from dpipe.schedule.exchange import Role
 @dataclass(frozen=True)
 class Cost:
     """What each stage takes, one value a stage (microseconds), and what each hop carries, one value
-    a hop (bytes).
+    a hop (bytes). All is of one micro-batch or, with `num_slices`, of its first slice.
 
     Hop s is between stages s and s + 1. Raises `ConfigError` where the lengths do not fit each
     other.
@@ -29,9 +29,20 @@ class Cost:
     vote_us: tuple[float, ...] = ()  # of a ballot's way through the coordinator; default: nothing
     python_us: tuple[float, ...] = ()  # ahead of each computation: Python's own; default: nothing
     between_us: tuple[float, ...] = ()  # of a rank's first stage: between two steps, data and log
+    # Where a tensor-parallel group shares cores: what its exchanges in an F, and in a B or an I,
+    # take of a core, on all its ranks together; default: nothing.
+    exchange_forward_us: tuple[float, ...] = ()
+    exchange_backward_us: tuple[float, ...] = ()
+    exchanges: tuple[int, ...] = ()  # how many there are in either
+    num_slices: int = 1  # of each sequence
+    # What a slice takes more in F, and in a B or an I, for each one before it in its sequence,
+    # whose keys its queries meet; default: nothing.
+    later_forward_us: tuple[float, ...] = ()
+    later_backward_us: tuple[float, ...] = ()
     reduce_bytes: tuple[int, ...] = ()  # of a stage's gradient between replicas; default: nothing
     gather_bytes: tuple[int, ...] = ()  # of what replicas get back; default: as many
     tied_bytes: int = 0  # of a tied weight's gradient between the first and the last stage
+    frozen: int = 0  # stages in front of the first that learns, which get no gradient
 
     def __post_init__(self) -> None:
         no_time = (0.0,) * self.num_stages
@@ -41,6 +52,11 @@ class Cost:
         self._default("vote_us", no_time)
         self._default("python_us", no_time)
         self._default("between_us", no_time)
+        self._default("exchange_forward_us", no_time)
+        self._default("exchange_backward_us", no_time)
+        self._default("exchanges", nothing)
+        self._default("later_forward_us", no_time)
+        self._default("later_backward_us", no_time)
         self._default("reduce_bytes", nothing)
         for name in (
             "backward_us",
@@ -50,6 +66,11 @@ class Cost:
             "vote_us",
             "python_us",
             "between_us",
+            "exchange_forward_us",
+            "exchange_backward_us",
+            "exchanges",
+            "later_forward_us",
+            "later_backward_us",
         ):
             self._expect(name, self.num_stages)
         self._expect("reduce_bytes", self.num_stages)
@@ -108,7 +129,33 @@ class Cost:
         if taken_us is None:
             return 0.0
         python_us = self.python_us[action.stage] if action.op in COMPUTE else 0.0
-        return python_us + taken_us[action.stage]
+        own_us = taken_us[action.stage]
+        later_us = self._later_us(action)
+        exchange_us = self.exchange_us(action)
+        return python_us + own_us + later_us + exchange_us
+
+    def _later_us(self, action: Action) -> float:
+        if self.num_slices == 1 or action.microbatch is None:
+            return 0.0
+        # Of the same sequence; its queries meet the keys of each of them.
+        num_before = action.microbatch % self.num_slices
+        match action.op:
+            case Op.F:
+                return num_before * self.later_forward_us[action.stage]
+            case Op.B | Op.I:
+                return num_before * self.later_backward_us[action.stage]
+            case _:
+                return 0.0
+
+    def exchange_us(self, action: Action) -> float:
+        """What of that are exchanges in a tensor-parallel group, one thread at a time."""
+        match action.op:
+            case Op.F:
+                return self.exchange_forward_us[action.stage]
+            case Op.B | Op.I:
+                return self.exchange_backward_us[action.stage]
+            case _:
+                return 0.0
 
     def num_bytes(self, action: Action) -> int:
         """What a send or a receive moves; nothing for any other action."""

@@ -30,21 +30,41 @@ from dpipe.timeline.span import Lane, Span
 
 
 @dataclass(frozen=True)
+class Part:
+    """Layers that are exchanged as one: a segment, where replicas are cut differently."""
+
+    stages: tuple[int, ...]  # by replica, the one that holds it
+    reduce_bytes: int
+    gather_bytes: int
+
+    def exchanged_bytes(self, role: Role) -> int:
+        return self.reduce_bytes if role is Role.REDUCE else self.gather_bytes
+
+
+@dataclass(frozen=True)
 class Replicas:
     """How the replicas of each stage agree; rank r * P + p is pipeline rank p, of P, in replica r.
 
     `servers` are the ranks of each stage's server, where the exchange has one: ranks of the
     pipelines or, from R * P on, others. `delayed`: a step uses the gradient of the step before,
-    which is exchanged from the step's start. Raises `ScheduleError` where the servers do not fit
-    the exchange.
+    which is exchanged from the step's start. `parts` are what is exchanged, by layer; none where
+    replicas are cut alike, so that each stage is a part. Raises `ScheduleError` where the servers
+    or the parts do not fit the exchange.
     """
 
     exchange: Exchange
     servers: tuple[int, ...] = ()
     delayed: bool = False
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         exchange = self.exchange
+        for part in self.parts:
+            if len(part.stages) != exchange.num_replicas or exchange.has_server:
+                raise ScheduleError(
+                    f"a part is held by stages {part.stages}, but the exchange {exchange.name!r} "
+                    f"is of {exchange.num_replicas} replicas; those with a server have no parts"
+                )
         if exchange.has_server != bool(self.servers):
             needs = "needs" if exchange.has_server else "has no"
             raise ScheduleError(
@@ -55,11 +75,22 @@ class Replicas:
     def count(self) -> int:
         return self.exchange.num_replicas
 
+    def parts_on(self, stage: int, replica: int) -> tuple[int, ...]:
+        """What of a stage is exchanged one behind the other, by number."""
+        if not self.parts:
+            return (stage,)
+        held = [number for number, part in enumerate(self.parts) if part.stages[replica] == stage]
+        return tuple(reversed(held))
+
+    def stage_of(self, part: int, replica: int) -> int:
+        """The stage that holds a part in `replica`, or in the server behind the last one."""
+        return self.parts[part].stages[replica] if self.parts else part
+
     def alike(self, network: Network, per_replica: int) -> bool:
         """Whether every replica would take the same time for the same, so that one stands for
         all.
         """
-        if not self.exchange.symmetric:
+        if self.parts or not self.exchange.symmetric:
             return False
         if not self._interfaces_alike(network, per_replica):
             return False
@@ -132,7 +163,7 @@ class Replicas:
         return everyone
 
 
-_StageEnd = tuple[int, int, int]  # step, stage, and which end of its exchange
+_PartEnd = tuple[int, int, int]  # step, part, and which end of its exchange
 _StageOver = Callable[[int, int], None]  # is told the rank and the stage
 
 
@@ -147,10 +178,10 @@ class _Held:
 
 @dataclass
 class _Leg:
-    """What one end of a stage's exchange sends in one go, and what it waits for meanwhile."""
+    """What one end of an exchange sends in one go, and what it waits for meanwhile."""
 
     step: int  # whose gradients, or parameters, these are
-    stage: int
+    part: int  # a stage, unless replicas are cut differently
     end: int  # a replica, or behind them the server
     rank: int  # where that end is
     roles: Set[Role]  # of the messages that it sends
@@ -161,8 +192,8 @@ class _Leg:
     leaving: int = 0  # messages queued at the rank's egress
 
     @property
-    def key(self) -> _StageEnd:
-        return self.step, self.stage, self.end
+    def key(self) -> _PartEnd:
+        return self.step, self.part, self.end
 
     @property
     def is_over(self) -> bool:
@@ -202,12 +233,12 @@ class StageExchanges:
         self._mirrored = mirrored
         self._simulated = 1 if mirrored else replicas.count
         self._exchange = replicas.exchange
-        # By step, stage and end. A message may come before its receiver has begun the exchange.
-        self._arrived: defaultdict[_StageEnd, set[Message]] = defaultdict(set)
+        # By step, part and end. A message may come before its receiver has begun the exchange.
+        self._arrived: defaultdict[_PartEnd, set[Message]] = defaultdict(set)
         self._queues: defaultdict[int, deque[_Leg]] = defaultdict(deque)
         self._held: list[_Held] = []
         self._serving: dict[tuple[int, int], _Leg] = {}  # by step and stage
-        self._reduced: Counter[_StageEnd] = Counter()  # by step, stage and rank
+        self._reduced: Counter[tuple[int, int, int]] = Counter()  # by step, stage and rank
         self._final: Counter[int] = Counter()  # by step, the stages whose gradients are
 
     @property
@@ -273,10 +304,7 @@ class StageExchanges:
             return
         step = self._machines.step[rank]
         over = partial(self._settled, rank, stage)
-        end = self._end(rank)
-        roles = self._exchange.after_step
-        leg = self._leg(step, stage, end, rank, roles, over)
-        self._enqueue(leg)
+        self._exchange_parts(step, stage, rank, self._exchange.after_step, over)
 
     def _release(self) -> None:
         waiting = []
@@ -307,9 +335,23 @@ class StageExchanges:
         done = partial(self._over, rank, stage)
         if self._replicas.delayed:
             done = partial(self._half_done, step, rank, stage)
+        self._exchange_parts(step, stage, rank, roles, done)
+
+    def _exchange_parts(
+        self,
+        step: int,
+        stage: int,
+        rank: int,
+        roles: Set[Role],
+        over: Callable[[], None],
+    ) -> None:
+        """One behind the other; `over` is called when the last is."""
         end = self._end(rank)
-        leg = self._leg(step, stage, end, rank, roles, done)
-        self._enqueue(leg)
+        *others, last = self._replicas.parts_on(stage, end)
+        legs = [self._leg(step, part, end, rank, roles) for part in others]
+        legs.append(self._leg(step, last, end, rank, roles, over))
+        for leg in legs:
+            self._enqueue(leg)
 
     def _half_done(
         self,
@@ -331,7 +373,7 @@ class StageExchanges:
     def _leg(
         self,
         step: int,
-        stage: int,
+        part: int,
         end: int,
         rank: int,
         roles: Set[Role],
@@ -341,7 +383,7 @@ class StageExchanges:
         messages = [message for message in program if message.role in roles]
         return _Leg(
             step,
-            stage,
+            part,
             end,
             rank,
             roles,
@@ -398,16 +440,17 @@ class StageExchanges:
                 self._start(queue[0])
 
     def _send(self, leg: _Leg, message: Message) -> None:
-        target = self._rank_of(leg.stage, message.target)
+        target = self._rank_of(leg.part, message.target)
         arrive = partial(self._arrive, leg, message)
         if target == leg.rank:  # a server within the rank
             self._machines.clock.after(0.0, arrive)
             return
         leg.leaving += 1
-        size = self._num_bytes(leg.stage, message)
+        size = self._num_bytes(leg.part, message)
+        stage = self._replicas.stage_of(leg.part, leg.end)
 
         def left(start_us: float) -> None:
-            action = Action(leg.stage, Op.REDUCE_GRAD)
+            action = Action(stage, Op.REDUCE_GRAD)
             end_us = self._machines.clock.now_us
             span = Span(
                 leg.rank,
@@ -437,20 +480,25 @@ class StageExchanges:
     def sent_bytes(self, rank: int, stage: int) -> int:
         """What the exchange of `stage` puts on the egress of `rank`."""
         end = self._end(rank)
+        parts = self._replicas.parts_on(stage, end)
         sent_bytes = 0
-        for message in self._exchange.programs[end]:
-            target = self._rank_of(stage, message.target)
+        for part, message in product(parts, self._exchange.programs[end]):
+            target = self._rank_of(part, message.target)
             if target != rank:
-                sent_bytes += self._num_bytes(stage, message)
+                sent_bytes += self._num_bytes(part, message)
         return sent_bytes
 
-    def _num_bytes(self, stage: int, message: Message) -> int:
-        stage_bytes = self._cost.exchanged_bytes(stage, message.role)
-        return self._exchange.num_bytes(message, stage_bytes)
+    def _num_bytes(self, part: int, message: Message) -> int:
+        if self._replicas.parts:
+            part_bytes = self._replicas.parts[part].exchanged_bytes(message.role)
+        else:
+            part_bytes = self._cost.exchanged_bytes(part, message.role)
+        return self._exchange.num_bytes(message, part_bytes)
 
-    def _rank_of(self, stage: int, end: int) -> int:
+    def _rank_of(self, part: int, end: int) -> int:
         if end == self._exchange.num_replicas:
-            return self._replicas.servers[stage]
+            return self._replicas.servers[part]
+        stage = self._replicas.stage_of(part, end)
         first_of_replica = end * self._schedule.num_ranks
         return first_of_replica + self._schedule.rank_of_stage[stage]
 
@@ -458,7 +506,7 @@ class StageExchanges:
         if self._mirrored:
             # What would come from the replica before, which replica 0 sends to the one after.
             message = self._exchange.rotated(message, -message.target)
-        key = (sender.step, sender.stage, message.target)
+        key = (sender.step, sender.part, message.target)
         self._arrived[key].add(message)
         leg = self._leg_of(*key)
         if leg is not None:
@@ -468,17 +516,17 @@ class StageExchanges:
     def _leg_of(
         self,
         step: int,
-        stage: int,
+        part: int,
         end: int,
     ) -> _Leg | None:
-        """What the end is at; None where its rank is at another stage, or has not begun."""
+        """What the end is at; None where its rank is at another part, or has not begun."""
         if end == self._exchange.num_replicas:
-            return self._serving.get((step, stage))
-        rank = self._rank_of(stage, end)
+            return self._serving.get((step, part))
+        rank = self._rank_of(part, end)
         queue = self._queues[rank]
         if not queue:
             return None
         leg = queue[0]
-        if (leg.step, leg.stage) == (step, stage):
+        if (leg.step, leg.part) == (step, part):
             return leg
         return None

@@ -23,7 +23,8 @@ class Scenario:
     hosts: Sequence[Host] = ()  # machines that have fewer cores than ranks
     replicas: Replicas | None = None  # each runs the schedule; their stages agree at REDUCE_GRAD
     ballots: Network | None = None  # what VOTE crosses; None: no rank waits for a vote
-    # What actions take by replica, where their machines differ; bytes are those of `cost`.
+    # What actions take and send by replica, where machines or cuts differ; what replicas exchange
+    # is that of `cost`.
     costs: Sequence[Cost] = ()
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Scenario:
                 )
 
     def cost_of(self, replica: int) -> Cost:
-        """What actions take in one replica."""
+        """What actions take and send in one replica."""
         return self.costs[replica] if self.costs else self.cost
 
     def lowered(self) -> "Scenario":
@@ -55,7 +56,8 @@ class Scenario:
         if self.schedule.lowered:
             return self
         reduce = self.replicas is not None
-        return replace(self, schedule=lower(self.schedule, reduce=reduce))
+        frozen = self.cost.frozen
+        return replace(self, schedule=lower(self.schedule, reduce=reduce, frozen=frozen))
 
     @property
     def replicas_are_alike(self) -> bool:

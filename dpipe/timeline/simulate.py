@@ -42,6 +42,8 @@ from dpipe.timeline.simulation import Simulation
 from dpipe.timeline.span import Lane, Span, Timeline
 
 MOST_STEPS = 24
+# Events of a step in which replicas that vote are simulated one by one: some 50 ms of a core.
+_MOST_APART = 2_000
 _SAME = 1e-9  # of a time: rounding
 
 
@@ -60,7 +62,7 @@ def simulate(
     `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
     oneself. With `replicas` every one of them runs the schedule, and their stages agree at
     REDUCE_GRAD. `ballots` is the network that VOTE crosses; by default no rank waits for a vote.
-    `costs` are what actions take by replica, where their machines differ.
+    `costs` are what actions take and send by replica, where machines or cuts differ.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
@@ -84,15 +86,28 @@ def period(scenario: Scenario, most_us: float = math.inf) -> float:
     certain to be above `most_us`, which saves most of the time of a search. Lowers and raises as
     `simulate` does.
 
-    Of replicas that are alike one is simulated, also where they vote: then it may be up to one
-    delay of a ballot too long, as all ranks have the verdict as late as those of other hosts than
-    the coordinator's.
+    Of replicas that are alike one is simulated, in large steps also where they vote: all ranks then
+    have the verdict as late as those of other hosts than the coordinator's. That may be one delay
+    of a ballot off, and more where the coordinator's rank, a delay ahead, sends something before
+    what it would else have sent after.
     """
-    steady = Steady(scenario.lowered(), most_us, mirrors_votes=True)
+    lowered = scenario.lowered()
+    steady = Steady(lowered, most_us, mirrors_votes=_num_events(lowered) > _MOST_APART)
     try:
         return steady.period()
     except _LateError:
         return math.inf
+
+
+def _num_events(scenario: Scenario) -> int:
+    """Actions and messages of a step of all replicas."""
+    schedule = scenario.schedule
+    num_actions = sum(map(len, schedule.programs))
+    replicas = scenario.replicas
+    if replicas is None:
+        return num_actions
+    num_messages = sum(map(len, replicas.exchange.programs))
+    return replicas.count * num_actions + schedule.num_stages * num_messages
 
 
 class Steady(Simulation):

@@ -16,6 +16,8 @@ The model, event by event:
   host says so; a ballot and a verdict are messages too.
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
   with messages: of k threads that want c cores, each runs at min(1, c / k).
+- A tensor-parallel group computes with all its threads. In an exchange one of them works at a time,
+  because each waits for what another has sent.
 - Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress
   (`exchanges.py`).
 - At VOTE a rank waits for the ballots of all ranks, where the update needs them (`votes.py`).
@@ -32,7 +34,7 @@ The model, event by event:
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from operator import lt
 from typing import assert_never
@@ -42,12 +44,13 @@ from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import StageExchanges
-from dpipe.timeline.machine import Call, Clock, Machines
+from dpipe.timeline.machine import Call, Clock, Cores, Machines
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
 
 _StepOfReplica = tuple[int, int]
+_Piece = tuple[float, int]  # of a computation: microseconds of a core, and on how many
 
 
 class Simulation:
@@ -64,7 +67,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self.schedule = scenario.schedule
-        self.cost = scenario.cost  # for bytes; how long something takes differs by replica
+        self.cost = scenario.cost  # of an exchange; all else differs by replica
         votes_differ = scenario.ballots is not None and not mirrors_votes
         told_apart = scenario.hosts or votes_differ
         self.mirrored = not told_apart and scenario.replicas_are_alike
@@ -99,7 +102,7 @@ class Simulation:
         return replicas.count
 
     def cost_at(self, rank: int) -> Cost:
-        """What actions take on `rank`."""
+        """What actions take and send on `rank`."""
         return self.scenario.cost_of(rank // self.schedule.num_ranks)
 
     @cached_property
@@ -238,7 +241,8 @@ class Simulation:
         if step is None:
             step = self.machines.step[rank]
         end_us = self.clock.now_us
-        num_bytes = self.cost.num_bytes(action)
+        cost = self.cost_at(rank)
+        num_bytes = cost.num_bytes(action)
         span = Span(rank, lane, action, start_us, end_us, num_bytes)
         self.machines.note(span, step)
         self.complete(rank, action, step)
@@ -333,7 +337,28 @@ class Simulation:
         self._waited(rank, action)
         self.idle_since[rank] = None
         over = partial(self._computed, rank, action, start_us)
-        self._occupy(rank, self.cost_at(rank).duration_us(action), over)
+        cores = self.machines.cores.get(rank)
+        if cores is not None and cores.host.computes:
+            pieces = self._pieces(rank, action, cores.host.threads)
+            _go_through(cores, rank, pieces, over)
+        else:
+            self._occupy(rank, self.cost_at(rank).duration_us(action), over)
+
+    def _pieces(self, rank: int, action: Action, threads: int) -> Iterator[_Piece]:
+        """What `action` does on shared cores, one after the other:
+
+        threads of the group, 2   [compute][exchange][compute][exchange][compute]
+                                  [compute]          [compute]          [compute]
+        """
+        cost = self.cost_at(rank)
+        all_us = cost.duration_us(action)
+        exchange_us = cost.exchange_us(action)
+        number = cost.exchanges[action.stage] if exchange_us else 0
+        own_us = (all_us - exchange_us) / (number + 1)
+        yield own_us, threads
+        for _ in range(number):
+            yield exchange_us / number, 1
+            yield own_us, threads
 
     def _computed(
         self,
@@ -394,7 +419,8 @@ class Simulation:
             self.finish(rank, Lane.SEND, action, start_us, step)
 
         arrived = partial(self.finish, target, Lane.RECV, receive, step=step)
-        num_bytes = self.cost.num_bytes(action)
+        cost = self.cost_at(rank)
+        num_bytes = cost.num_bytes(action)
         self.machines.wires.send(rank, target, num_bytes, left, arrived)
 
     def _reduced(self, rank: int, stage: int) -> None:
@@ -422,3 +448,19 @@ class Simulation:
         vote = self.schedule.of_rank(pipeline_rank, Op.VOTE)
         self._waited(rank, vote)
         self._complete_now(rank, vote)
+
+
+def _go_through(
+    cores: Cores,
+    rank: int,
+    pieces: Iterator[_Piece],
+    over: Call,
+) -> None:
+    """`over` once `rank` has done all `pieces`, each when the one before it is."""
+    piece = next(pieces, None)
+    if piece is None:
+        over()
+        return
+    takes_us, width = piece
+    following = partial(_go_through, cores, rank, pieces, over)
+    cores.run(rank, takes_us, following, width)

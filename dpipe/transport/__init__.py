@@ -3,7 +3,6 @@
 base.py      the contract: Transport, and Directory, by which ranks learn of each other
 kinds.py     TRANSPORTS: the transports by name, with their properties; without torch
 link.py      one rank's end of the links with a peer: what is expected, arrived and went wrong
-staging.py   the way of a tensor between a GPU and host memory
 mesh.py      all links of one rank over connections: who dials, who is refused, opening and closing
 sessions.py  a mesh whose connections break and are dialled again, whatever carries them
 grpc.py      a mesh of gRPC streams: HTTP/2, TLS

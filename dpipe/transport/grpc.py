@@ -7,16 +7,21 @@ tcp.py is faster.
 import ctypes
 import hmac
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from threading import Lock
 
 import grpc
 
 from dpipe.errors import DpipeError, JoinError
 from dpipe.session import greeting, grpc_stream
-from dpipe.session.frames import Frames
+from dpipe.session.frames import Frames, MessageFrames
 from dpipe.session.grpc_stream import GrpcStream
+from dpipe.session.relay import relay
+from dpipe.session.stream import tune
 from dpipe.transport.mesh import MAX_LINKS
 from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
 from dpipe.wire.rpc import Security, serve
@@ -24,12 +29,46 @@ from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 _SERVICE = "dpipe.wire.v1.Transport"
 _METHOD = "Connect"
+_ALL = object()  # has been written
 # Numbers of mallopt's parameters: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 _MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}
 
 
+class GrpcConnection(SessionConnection):
+    """Written by gRPC's own threads, one for each stream: they come for more when the network takes
+    it, so that no other thread need be woken in between.
+    """
+
+    def start(self, frames: Frames) -> None:
+        # The thread of a stream that broke leaves before the next one goes on.
+        self._feeding = Lock()
+        self._pieces = self.writing()
+        super().start(frames)
+
+    def begin_writing(self) -> None:
+        stream = self.session.stream
+        if isinstance(stream, GrpcStream):  # else it broke already
+            stream.feed_by(partial(self._feed, stream), self.look_up)
+
+    def send_again(self) -> None:
+        self.begin_writing()
+
+    def _feed(self, stream: GrpcStream) -> None:
+        """Write one piece on `stream`, or on the one that has taken its place."""
+        with self._feeding:
+            # Another thread may have been quicker.
+            if not stream.can_write() or self.session.send_next():
+                return
+            if not self.session.has_room():
+                self.session.await_room()
+            elif next(self._pieces, _ALL) is _ALL:
+                stream.end()
+
+
 class GrpcTransport(SessionMesh):
     """A mesh of gRPC streams."""
+
+    connection_type = GrpcConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         _keep_memory()
@@ -53,6 +92,9 @@ class GrpcTransport(SessionMesh):
         secret: bytes,
         deadline: float,
     ) -> Iterator[Called]:
+        if connection.segment is not None:
+            left_s = max(0.001, deadline - time.monotonic())
+            address = relay(address, left_s, connection.segment, self._tune_outer)
         dialling = grpc_stream.Dialling(
             address,
             f"/{_SERVICE}/{_METHOD}",
@@ -65,10 +107,13 @@ class GrpcTransport(SessionMesh):
         with self._lobby.watching(dialling.cancel):
             stream, greeted = dialling.greet(deadline)
             try:
-                yield Called(Frames(stream), greeted, lambda: None)
+                yield Called(MessageFrames(stream), greeted, stream.confirm)
             except BaseException:
                 stream.close()
                 raise
+
+    def _tune_outer(self, sock: socket.socket) -> None:
+        tune(sock, self._heartbeat_s, self._transfer_timeout_s)
 
     def _accept(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serve one stream that a peer opened, or refuse it."""
@@ -88,24 +133,25 @@ class GrpcTransport(SessionMesh):
         if hello.resumes:
             self._go_on(connection, stream, hello, state)
         else:
-            connection.start(Frames(stream))
+            connection.start(MessageFrames(stream))
         # The dialler waits for it: a stream that was only opened may be anybody's.
         state.hello.CopyFrom(hello)
         yield state.SerializeToString()
+        if hello.resumes:
+            # Once the greeting was heard: in one large packet with it, both could be lost.
+            stream.await_confirmation(connection.session.silence_s / 2)
+            connection.send_again()
         yield from stream.outgoing()
 
     def _go_on(
         self, connection: SessionConnection, stream: GrpcStream, hello: Hello, state: Greeting
     ) -> None:
-        session = connection.session
         broke_at = time.monotonic()
         try:
-            session.attach(Frames(stream), hello.received, state.received)
+            connection.session.attach(MessageFrames(stream), hello.received, state.received)
         except (OSError, DpipeError):
             return stream.give_up()
         self._log_resumed(connection, broke_at)
-        # Not by this thread, which hands to gRPC what that one writes.
-        self._lobby.spawn(session.send_again, f"dpipe-again-{connection.name}")
 
     def _admit_again(self, hello: Hello, secret: bytes) -> tuple[SessionConnection, Greeting]:
         connection = self._connection_of(hello)

@@ -12,6 +12,7 @@ class TransportKind:
     between_gpus: bool = False  # moves tensors on CUDA GPUs and no others; each rank needs its own
     can_be_shaped: bool = True  # works behind transport.shape
     between_replicas: bool = True  # also carries the replicas' exchange of gradients
+    sets_congestion_control: bool = False  # opens its sockets itself, and can set their options
     requires: str | None = None  # function that raises `ConfigError` where a library is missing
 
     def check(self) -> None:
@@ -23,7 +24,7 @@ class TransportKind:
 TRANSPORTS: Choices[TransportKind] = Choices(
     "transport.kind",
     TransportKind("grpc", "dpipe.transport.grpc:GrpcTransport"),
-    TransportKind("tcp", "dpipe.transport.tcp:TcpTransport"),
+    TransportKind("tcp", "dpipe.transport.tcp:TcpTransport", sets_congestion_control=True),
     TransportKind(
         "nccl",
         "dpipe.transport.nccl:make",

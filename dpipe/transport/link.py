@@ -18,9 +18,9 @@ import torch
 from dpipe.errors import PeerLost, TransferError, TransferTimeout
 from dpipe.session.session import Kept
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.transport.staging import Staging
 from dpipe.wire.message import Header, byte_view
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.staging import Staging
 from dpipe.wire.transfer import Moved
 
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
@@ -44,8 +44,7 @@ class _StripedTransfer:
 
     def begin(self) -> None:
         """The first bytes of a stripe are about to move; the earliest stripe sets the time."""
-        with self.end.changed:
-            self._start_ns = self._start_ns or time.perf_counter_ns()
+        self._start_ns = self._start_ns or time.perf_counter_ns()
 
     def _end_stripe(self, num_bytes: int) -> bool:
         """Count a stripe as moved; true for the last one."""
@@ -76,8 +75,8 @@ class Sending(_StripedTransfer):
     def begin(self) -> None:
         """Wait until the device has copied the bytes to the host."""
         self.end.await_device(self._ready, self.header.tag)
-        super().begin()
         with self.end.changed:
+            super().begin()
             # Made here, on the sending thread: the thread that queued the tensor computes.
             if self.view is None:
                 assert self.tensor is not None
@@ -249,7 +248,7 @@ class LinkEnd:
                 return None
             if receiving.tensor is None:
                 self._allocate(receiving, header.spec)
-        receiving.begin()
+            receiving.begin()
         return receiving
 
     def _allocate(self, receiving: Receiving, spec: TensorSpec) -> None:
@@ -339,6 +338,9 @@ class LinkEnd:
         return self._receiving[sequence]
 
     def _wait_for_room(self, receiving: Receiving, num_bytes: int) -> bool:
+        if receiving.expected is not None and self.error is None:
+            return not self.closing  # as for most: each message comes by here
+
         def settled() -> bool:
             fits = self._unclaimed_bytes + num_bytes <= self._buffer_bytes
             posted = receiving.expected is not None or receiving.tensor is not None

@@ -11,9 +11,10 @@ says what is written on it.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -38,6 +39,12 @@ WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 _NO_SECURITY = Security()
 
 
+class Token(Enum):
+    """What stands in a queue of tensors besides them."""
+
+    LOOK_UP = "look up"  # whoever waits there has something else to see to
+
+
 class Connection(ABC):
     """One stream of a link: it sends stripe `index` of every tensor that is queued."""
 
@@ -49,7 +56,7 @@ class Connection(ABC):
         self.opened = False
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
-        self._queue: SimpleQueue[Sending | None] = SimpleQueue()
+        self._queue: SimpleQueue[Sending | Literal[Token.LOOK_UP] | None] = SimpleQueue()
 
     @property
     def name(self) -> str:
@@ -67,12 +74,16 @@ class Connection(ABC):
         """Send a stripe of this tensor; None ends the stream behind what is queued."""
         self._queue.put(sending)
 
+    def look_up(self) -> None:
+        """Have `next_sending` return to whoever waits in it."""
+        self._queue.put(Token.LOOK_UP)
+
     def open(self) -> None:
         with self.end.changed:
             self.opened = True
             self.end.changed.notify_all()
 
-    def next_sending(self) -> Sending | None:
+    def next_sending(self) -> Sending | Literal[Token.LOOK_UP] | None:
         """Wait for the next tensor to send; None where the stream shall end."""
         while True:
             try:
@@ -162,6 +173,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         connections: int = 1,
         chunk_bytes: int = 1 << 20,
         buffer_bytes: int = 256 << 20,
+        congestion_control: str | None = None,
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
         heartbeat_s: float = 40.0,
@@ -169,9 +181,11 @@ class Mesh(ABC, Generic[ConnectionT]):
     ) -> None:
         """Listen; raises `JoinError` where it cannot. A link holds at most `buffer_bytes` that no
         receive has asked for. A peer that cannot be reached for `heartbeat_s` is lost, where
-        nobody has heard of its end before.
+        nobody has heard of its end before. `congestion_control` is TCP's, of transports that can
+        set it; `ConfigError` says that this host does not allow it.
         """
         self.rank = rank
+        self._congestion_control = congestion_control
         self._num_connections = connections
         self._chunk_bytes = chunk_bytes
         self._connect_timeout_s = connect_timeout_s

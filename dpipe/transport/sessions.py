@@ -5,8 +5,9 @@
          `-> queue 1 --> writer 1 --> session 1 ===> reader 1 --> stripe 1 of the tensor ----> recv
     recv <-- both readers <------- both sessions <== both writers <-- both queues <-- send
 
-Each connection has two threads, and one while it is opened. The end that has dialled one dials it
-again: see session/session.py. tcp.py and grpc.py say how a connection is opened and answered.
+Each connection has two threads, and one while it is opened; over gRPC the writer is a thread of
+gRPC's own. The end that has dialled one dials it again: see session/session.py. tcp.py and grpc.py
+say how a connection is opened and answered.
 """
 
 import itertools
@@ -26,25 +27,36 @@ from dpipe.session.greeting import Greeted
 from dpipe.session.redial import GREETING_S, dial_again
 from dpipe.session.session import LinkSession, reason_of
 from dpipe.transport.link import LinkEnd
-from dpipe.transport.mesh import CHECK, Connection, Mesh
+from dpipe.transport.mesh import CHECK, Connection, Mesh, Token
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 LOG = logging.getLogger("dpipe")
 _WATCHES = 160  # looks at each connection in `heartbeat_s`, in which it is to be heard 32 times
+_LEAST_KEPT_BYTES = 16 << 20  # by far more than a session lets pass without acknowledging it
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
 
 
 class SessionConnection(Connection):
-    """A session, with a thread that writes and one that reads."""
+    """A session, with a thread that reads and something that writes."""
 
     def __init__(
-        self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int, heartbeat_s: float
+        self,
+        end: LinkEnd,
+        index: int,
+        num_connections: int,
+        chunk_bytes: int,
+        *,
+        heartbeat_s: float,
+        kept_bytes: float,
     ) -> None:
         super().__init__(end, index, num_connections, chunk_bytes)
         self.session = LinkSession(
-            heartbeat_s, may_resume=self._may_resume, on_break=lambda: self.on_break()
+            heartbeat_s,
+            most_kept_bytes=kept_bytes,
+            may_resume=self._may_resume,
+            on_break=lambda: self.on_break(),
         )
         self.on_break: Callable[[], None] = lambda: None  # of the end that dials
         self.segment: int | None = None  # bytes; None for what the path takes
@@ -52,11 +64,22 @@ class SessionConnection(Connection):
 
     def start(self, frames: Frames) -> None:
         self.session.attach(frames, 0, 0)
-        for verb, run in (("read", self._read), ("write", self._write)):
-            thread = Thread(target=run, name=f"dpipe-{verb}-{self.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self.spawn("read", self._read)
+        self.begin_writing()
         self.open()
+
+    def begin_writing(self) -> None:
+        """From now on, write what is queued; on later connections too."""
+        self.spawn("write", self._write)
+
+    def send_again(self) -> None:
+        """On a connection that has taken the place of another: write what that one has lost."""
+        self.session.send_again()
+
+    def spawn(self, verb: str, run: Callable[[], None]) -> None:
+        thread = Thread(target=run, name=f"dpipe-{verb}-{self.name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def cancel(self) -> None:
         self.enqueue(None)
@@ -73,13 +96,23 @@ class SessionConnection(Connection):
         return self.end.error is None and not self.end.closing
 
     def _write(self) -> None:
+        for _ in self.writing():
+            while not self.session.has_room():
+                self.session.await_room()
+
+    def writing(self) -> Iterator[None]:
+        """All that is ever written. Stops behind each chunk, and to look up."""
         try:
             while (sending := self.next_sending()) is not None:
+                if sending is Token.LOOK_UP:
+                    yield
+                    continue
                 sending.begin()
                 lead = framed(sending.header.encode())
                 for chunk in self.chunks(sending):
                     sending.keep(self.session.write(lead, chunk))
                     lead = b""
+                    yield
                 sending.end_stripe()
             # Said, because the kernel ends the stream of a process that dies as well.
             self.session.write(_END, memoryview(b""))
@@ -106,9 +139,17 @@ class SessionConnection(Connection):
                 session.read(stripe)
                 receiving.end_stripe()
         except OSError as error:
-            self.end.lose(f"the connection broke: {reason_of(error)}")
+            self._end_or_lose(f"the connection broke: {reason_of(error)}")
         except Exception as error:  # this end found it wrong: wait() raises it
             self.end.break_off(error)
+
+    def _end_or_lose(self, reason: str) -> None:
+        # As this end closes, a connection that has said all may be gone before the others have: to
+        # lose the link would cut them short.
+        if self.end.closing and self.session.has_ended:
+            self.end.end_stream()
+        else:
+            self.end.lose(reason)
 
     def _read_header(self) -> Header | None:
         prefix = bytearray(PREFIX_BYTES)
@@ -170,7 +211,7 @@ class Called:
 class SessionMesh(Mesh[SessionConnection]):
     """Opens connections, and opens them again. Its `_listen` begins with `_open_lobby`."""
 
-    connection_type = SessionConnection
+    connection_type: type[SessionConnection] = SessionConnection
 
     @abstractmethod
     def _call(
@@ -199,7 +240,15 @@ class SessionMesh(Mesh[SessionConnection]):
 
     def _new_connection(self, end: LinkEnd, index: int) -> SessionConnection:
         count = self._num_connections
-        return SessionConnection(end, index, count, self._chunk_bytes, self._heartbeat_s)
+        return self.connection_type(
+            end,
+            index,
+            count,
+            self._chunk_bytes,
+            heartbeat_s=self._heartbeat_s,
+            # Sent and not acknowledged, as much as a peer may send that is not asked for.
+            kept_bytes=max(_LEAST_KEPT_BYTES, self._end_options["buffer_bytes"] / count),
+        )
 
     # Dialling
 
@@ -247,7 +296,7 @@ class SessionMesh(Mesh[SessionConnection]):
 
         if dial_again(session, resume, self._stopping, session.silence_s / 2):
             self._log_resumed(connection, broke_at)
-            session.send_again()
+            connection.send_again()
 
     def _resume(self, connection: SessionConnection, address: str, *, may_stall: bool) -> bool:
         """Go on with the session on a new connection, unless it would stall as the last one."""

@@ -25,8 +25,8 @@ from dpipe.network.in_transit import InTransit
 from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.transport.base import Directory, Transport
-from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.staging import Staging
 from dpipe.wire.transfer import Moved, Pending
 
 _CLOSE_S = 5.0  # for tensors sent before closing to be given to the transport below

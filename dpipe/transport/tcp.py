@@ -12,18 +12,18 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import BoundedSemaphore, Thread
 
-from dpipe.errors import DpipeError, JoinError
+from dpipe.errors import ConfigError, DpipeError, JoinError
 from dpipe.session import greeting
 from dpipe.session.dial import dial
-from dpipe.session.frames import Frames
+from dpipe.session.frames import ByteFrames
 from dpipe.session.redial import GREETING_S
-from dpipe.session.session import LinkSession
-from dpipe.session.stream import Tls, shut, stream_over, tune
+from dpipe.session.stream import Tls, set_congestion_control, shut, stream_over, tune
 from dpipe.transport.mesh import MAX_LINKS, WAKE_S
 from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 
+_BACKLOG = 1024  # diallers that wait in the kernel; most may be strangers that say nothing
 _ACCEPT_S = 1.0  # poll interval of the thread that accepts
 
 
@@ -35,6 +35,12 @@ class TcpTransport(SessionMesh):
         # Diallers that may be in the lobby at once.
         self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
         self._listener = open_listener(bind, port)
+        # Here too, so that a host that does not allow it says so before anybody is met.
+        try:
+            set_congestion_control(self._listener, self._congestion_control)
+        except ConfigError:
+            self._listener.close()
+            raise
         self._open_lobby(security)
         self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
         self._acceptor.start()
@@ -56,7 +62,7 @@ class TcpTransport(SessionMesh):
         with self._secured(raw, deadline, server=False) as sock:
             greeted = greeting.call(sock, hello, secret, deadline)
             confirm = partial(greeting.confirm, sock, deadline)
-            yield Called(Frames(stream_over(sock)), greeted, confirm)
+            yield Called(ByteFrames(stream_over(sock)), greeted, confirm)
 
     # Being dialled
 
@@ -80,10 +86,10 @@ class TcpTransport(SessionMesh):
             with self._secured(raw, deadline, server=True) as sock:
                 dialler = greeting.answer(sock, self._secrets_for, deadline)
                 if dialler.hello.resumes:
-                    session = self._admit_again(sock, dialler)
+                    connection = self._admit_again(sock, dialler)
                 else:
-                    session = self._admit(sock, dialler)
-            session.send_again()
+                    connection = self._admit(sock, dialler)
+            connection.send_again()
         except (OSError, ValueError, DpipeError):
             pass  # a stranger, told so if it greeted; links go on
         finally:
@@ -98,7 +104,7 @@ class TcpTransport(SessionMesh):
             return ()
         return (connection.session.secret,)
 
-    def _admit(self, sock: socket.socket, dialler: greeting.Dialler) -> LinkSession:
+    def _admit(self, sock: socket.socket, dialler: greeting.Dialler) -> SessionConnection:
         try:
             connection = self.claim(dialler.hello)
         except JoinError as refusal:
@@ -107,10 +113,10 @@ class TcpTransport(SessionMesh):
         connection.session.secret = dialler.next_secret
         with suppress(OSError):  # the connection's reader finds out
             greeting.welcome(sock, dialler, time.monotonic() + GREETING_S)
-        connection.start(Frames(stream_over(sock)))
-        return connection.session
+        connection.start(ByteFrames(stream_over(sock)))
+        return connection
 
-    def _admit_again(self, sock: socket.socket, dialler: greeting.Dialler) -> LinkSession:
+    def _admit_again(self, sock: socket.socket, dialler: greeting.Dialler) -> SessionConnection:
         """Go on with a session whose other end has dialled again."""
         hello = dialler.hello
         deadline = time.monotonic() + GREETING_S
@@ -125,9 +131,9 @@ class TcpTransport(SessionMesh):
             raise
         greeting.welcome(sock, dialler, deadline, state)
         greeting.await_confirmation(sock, deadline)
-        session.attach(Frames(stream_over(sock)), hello.received, state.received)
+        session.attach(ByteFrames(stream_over(sock)), hello.received, state.received)
         self._log_resumed(connection, broke_at)
-        return session
+        return connection
 
     @contextmanager
     def _secured(
@@ -137,6 +143,7 @@ class TcpTransport(SessionMesh):
         sock = raw
         try:
             tune(raw, self._heartbeat_s, self._transfer_timeout_s)
+            set_congestion_control(raw, self._congestion_control)
             if self._tls is not None:
                 sock = self._tls.wrap(raw, server=server)
             with self._lobby.watching(partial(shut, sock)):
@@ -162,12 +169,15 @@ def open_listener(bind: str, port: int) -> socket.socket:
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
-            (host, port), family=family, backlog=MAX_LINKS, dualstack_ipv6=both
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
         raise JoinError(
             f"cannot listen on {bind}:{port}: {error.strerror}; set node.bind and node.port to "
             "what is free here"
         ) from None
+    # Who dials speaks first: those who say nothing wait in the kernel, and keep nobody out.
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, round(GREETING_S))
     listener.settimeout(_ACCEPT_S)
     return listener

@@ -6,6 +6,19 @@
     fp16   rounded to float16; inf beyond 65504                |x| / 2048; 2^-25 if |x| < 2^-14
     int8   an fp32 scale for each block of INT8_BLOCK values,  max|block| / 254
            then the values as int8, in one uint8 tensor
+    int6   zero points and scales of blocks of INT_BLOCK       range / 126
+    int4   values, then codes of so many bits                  range / 30
+    int3   (`int_blocks.py`)                                   range / 14
+    int2                                                       range / 6
+    top16  the 16 largest of 256 values, bf16 (`top_k.py`)     |x| / 256, or |x|: it is 0
+    rank32 two thin matrices, bf16 (`low_rank.py`)             in norm 1.01 |x|
+    rank8
+    e3m0   a power of two of its block's largest value         |x| / 2.9, or max|block| / 128
+           (`exponents.py`)
+    top64  the 64 largest of 4,096 values (`sparse.py`)        in norm 1.01 |x|
+
+The range of a block is its largest value less its smallest, and up to 1 % of the larger of both
+more, as zero points and scales are bf16. With options behind a name, see `options.py`.
 
 The bounds do not include the rounding to the tensor's own dtype. Tensors that are not
 floating-point (token ids, masks) are sent unchanged. A codec never hides an overflow: values that
@@ -17,10 +30,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dpipe.choices import function_at
-from dpipe.wire.format import FORMATS, INT8_BLOCK, int8_bytes
+from dpipe.wire.format import FORMATS, INT8_BLOCK, OPTIONS, int8_bytes
+from dpipe.wire.packed import PackedCodec, blocks_of
 from dpipe.wire.spec import TensorSpec
 
 _INT8_MAX = 127
@@ -59,7 +72,9 @@ class Cast:
     dtype: torch.dtype
 
     def encode(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.wire_spec(TensorSpec.of(tensor)).dtype).contiguous()
+        spec = self.wire_spec(TensorSpec.of(tensor))
+        rounded = tensor.detach().to(spec.dtype)
+        return rounded.contiguous()
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
         return wire.to(like.dtype)
@@ -70,7 +85,7 @@ class Cast:
         return TensorSpec(like.shape, self.dtype)
 
 
-class Int8:
+class Int8(PackedCodec):
     """Symmetric quantization by block of the flattened tensor.
 
         [ scale 0 | scale 1 | ... | q q q ... q (block 0) | q q ... (block 1) | ... ]
@@ -80,32 +95,26 @@ class Int8:
     zeros.
     """
 
-    def encode(self, tensor: Tensor) -> Tensor:
-        if not tensor.dtype.is_floating_point:
-            return tensor.contiguous()
-        flat = tensor.detach().reshape(-1)
-        blocks = pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK).float()
+    def num_bytes(self, num_values: int) -> int:
+        return int8_bytes(num_values)
+
+    def pack(self, flat: Tensor) -> Tensor:
+        blocks = blocks_of(flat, INT8_BLOCK).float()
         scales = _scales(blocks)
         # A scale of 0 or nan gives nan or inf here; the scale alone says so at the other end.
-        rounded = (blocks / scales[:, None]).round_().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        quantized = rounded.to(torch.int8).view(torch.uint8).view(-1)
-        return torch.cat([scales.view(torch.uint8), quantized[: flat.numel()]])
+        rounded = (blocks / scales[:, None]).round_()
+        rounded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        quantized = rounded.to(torch.int8).view(-1)
+        codes = quantized[: flat.numel()]
+        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
-    def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
-        if not like.dtype.is_floating_point:
-            return wire
-        num_blocks = _num_blocks(like)
+    def unpack(self, wire: Tensor, num_values: int) -> Tensor:
+        num_blocks = -(-num_values // INT8_BLOCK)
         # In front, where they are aligned: a view as fp32 must begin at a multiple of 4 bytes.
-        scales = wire[: 4 * num_blocks].view(torch.float32)
-        values = wire[4 * num_blocks :].view(torch.int8)
-        padded = pad(values, (0, -values.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
-        flat = (padded * scales[:, None]).view(-1)[: values.numel()]
-        return flat.view(like.shape).to(like.dtype)
-
-    def wire_spec(self, like: TensorSpec) -> TensorSpec:
-        if not like.dtype.is_floating_point:
-            return like
-        return TensorSpec((int8_bytes(like.num_bytes // like.dtype.itemsize),), torch.uint8)
+        first_code = 4 * num_blocks
+        scales = wire[:first_code].view(torch.float32)
+        codes = wire[first_code:].view(torch.int8)
+        return blocks_of(codes, INT8_BLOCK) * scales[:, None]
 
 
 def _scales(blocks: Tensor) -> Tensor:
@@ -116,10 +125,6 @@ def _scales(blocks: Tensor) -> Tensor:
     return torch.where(scales.isfinite(), scales, torch.nan)
 
 
-def _num_blocks(like: TensorSpec) -> int:
-    return -(-like.num_bytes // like.dtype.itemsize // INT8_BLOCK)
-
-
 def bf16() -> Codec:
     return Cast(torch.bfloat16)
 
@@ -128,8 +133,14 @@ def fp16() -> Codec:
     return Cast(torch.float16)
 
 
-def codec(name: str) -> Codec:
-    """The codec of the wire format `name`; raises `ConfigError` on an unknown one."""
-    maker = function_at(FORMATS.named(name).codec)
-    wire_codec: Codec = maker()
+def codec(name: str, *, remembers: bool = True) -> Codec:
+    """The codec of the wire format `name`; raises `ConfigError` on an unknown one. Without
+    `remembers` it is the same for every tensor, whatever it has sent before.
+    """
+    form = FORMATS.named(name)
+    wire_codec: Codec = function_at(form.codec)()
+    _, *options = name.split("+")
+    for option in map(OPTIONS.named, options):
+        if remembers or not option.remembers:
+            wire_codec = function_at(option.codec)(wire_codec)
     return wire_codec

@@ -187,14 +187,16 @@ def _warn_of_the_open(host: str, *, has_token: bool) -> None:
         return
     if has_token:
         LOG.warning(
-            "the token goes in clear to %s, and whoever reads it on the way can join: set "
-            "node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
+            "the token goes in clear to %s, and so do the secrets with which connections that "
+            "broke are dialled again: whoever reads them on the way can join, or take a connection "
+            "over; set node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
             host,
         )
     else:
         LOG.warning(
-            "there is no token: whoever reaches %s can join; set the same DPIPE_TOKEN for every "
-            "process, or node.token_file",
+            "there is no token: whoever reaches %s can join, and whoever reads on the way can take "
+            "a connection over; set the same DPIPE_TOKEN for every process, or node.token_file, "
+            "and node.tls_cert, node.tls_key and node.tls_ca",
             host,
         )
 

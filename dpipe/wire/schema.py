@@ -22,6 +22,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 UniqueId = Annotated[
     list[Annotated[int, Field(ge=-128, le=255)]], Field(min_length=1, max_length=1024)
 ]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

@@ -17,8 +17,12 @@ class TensorSpec(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.num_values * self.dtype.itemsize
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)

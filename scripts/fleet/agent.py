@@ -8,7 +8,7 @@ FOLDER/
     src/                    the project
     shaped                  the profile and the device that netem has shaped
     cluster/current         the name of the newest run here
-    cluster/RUN/            job.toml  run.json  rank-N.log  rank-N.pid  rank-N.exit
+    cluster/RUN/            job.toml  machines.toml  run.json  rank-N.log  rank-N.pid  rank-N.exit
 
 Each rank has a holder: a process in a session of its own that waits for it and writes its exit
 code.
@@ -151,7 +151,7 @@ def start(spec: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("rank-*.pid"), *folder.glob("rank-*.exit")):
         old.unlink()
-    (folder / "job.toml").write_text(spec["config"], encoding="utf-8")
+    _write_files(folder, spec["files"])
     _write(folder / "run.json", {"folder": spec["folder"]})
     (RUNS / "current").write_text(run, encoding="utf-8")
     ranks = [Rank(run, each["rank"]) for each in spec["ranks"]]
@@ -165,6 +165,11 @@ def start(spec: dict[str, Any]) -> dict[str, Any]:
                 f"rank {rank.number} has not started within {START_S:g} s: {_tail(rank, 1)['last']}"
             )
     return {"offsets": offsets}
+
+
+def _write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _start_holder(rank: Rank, argv: list[str], environ: dict[str, str]) -> None:

@@ -138,6 +138,18 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
     "--name",
     help="The name of the run and of its folder, runs/NAME; default: CONFIG's name and the time.",
 )
+@click.option(
+    "--plan",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="What `dpipe plan` decided; each rank starts on the host of its machine.",
+)
+@click.option(
+    "--machines",
+    "machines_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The machines of the plan, for the run's own prediction; default: the hosts file, if it "
+    "is one of machines.",
+)
 @click.option("--resume", metavar="NAME", help="Continue a run from its newest checkpoint.")
 @click.option(
     "--fallback",
@@ -153,14 +165,23 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
     "--detach", is_flag=True, help="Return once all ranks are started; see status, logs and down."
 )
 @_on_machines
-def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **options: Any) -> None:
-    """Train: one process a slot, in the order of the hosts file, and follow all logs.
+def run(
+    hosts: Hosts,
+    machines: list[Machine],
+    config: Path,
+    machines_file: Path | None,
+    detach: bool,
+    **options: Any,
+) -> None:
+    """Train: one process a slot, in the order of the hosts file or where the plan places it, and
+    follow all logs.
 
     The exit code is the run's. Ctrl-C ends all ranks with a checkpoint, a second one kills them.
     The run goes on if this command dies or its connections are lost: `logs -f` follows it again.
     """
-    the_job = job.Job.of(config, hosts=hosts, **options)
-    used = machines[: len({rank.host for rank in the_job.ranks})]
+    the_job = job.Job.of(config, hosts=hosts, machines=machines_file, **options)
+    hosts_of_ranks = {rank.host for rank in the_job.ranks}
+    used = [machine for machine in machines if machine.host in hosts_of_ranks]
     install.require_installed(used)
     with signals() as received:
         offsets = job.start(the_job, used)

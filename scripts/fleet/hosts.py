@@ -14,6 +14,7 @@ A file of machines may stand for it.
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from dpipe.machines.file import load_machines
 from dpipe.toml import parse_toml, read_text
 
 _ERRORS_SHOWN = 20
+_NAMED = 6
 _RENAMED = {"meeting_port": "coordinator_port"}  # keys of older hosts files
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -70,6 +72,7 @@ class Host(BaseModel):
     key: Path | None = None
     ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
     slots: Annotated[int, Field(ge=1, le=4096)] = 1  # ranks on this host
+    machine: str | None = None  # what a plan calls it; default: as `name`
     price_per_hour: Annotated[float, Field(ge=0, le=1e9)] | None = None  # for measure and plan
     interface: Name | None = None  # that netem shapes; default: the one that leads to the next host
     folder: RemotePath = "dpipe"  # all files of dpipe and its runs are in it
@@ -81,6 +84,10 @@ class Host(BaseModel):
     @property
     def name(self) -> str:
         return self.address if self.port is None else f"{self.address}:{self.port}"
+
+    @property
+    def planned_as(self) -> str:
+        return self.machine or self.name
 
     @property
     def reached_at(self) -> str:
@@ -117,6 +124,14 @@ class Hosts:
     def coordinator(self) -> str:
         return f"{self.hosts[0].reached_at}:{self.coordinator_port}"
 
+    def refuse_hidden(self, first: Host) -> None:
+        """Raises `HostsError` where the host of rank 0 cannot be reached by the others."""
+        if first.reached_at == "none":
+            raise HostsError(
+                f"hosts file {self.path}: the plan starts rank 0 on {first.name}, which runs the "
+                'coordinator; it cannot have advertise = "none"'
+            )
+
     def ranks(self, num_ranks: int) -> list[HostRank]:
         """Raises `HostsError` if there are fewer slots than ranks."""
         every = [(host, slot) for host in self.hosts for slot in range(host.slots)]
@@ -128,6 +143,33 @@ class Hosts:
                 "data_parallel.replicas)"
             )
         return [HostRank(rank, slot, host) for rank, (host, slot) in enumerate(every[:num_ranks])]
+
+    def ranks_at(self, seats: Sequence[str]) -> list[HostRank]:
+        """The ranks on the machines of a plan. Raises `HostsError` with the difference: machines
+        that are not here, or have fewer slots than ranks.
+        """
+        hosts = {host.planned_as: host for host in self.hosts}
+        missing = [name for name in dict.fromkeys(seats) if name not in hosts]
+        if missing:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            here = ", ".join([*hosts][:_NAMED])
+            raise HostsError(
+                f"the plan places stages on machines that {self.path} has not: "
+                f"{', '.join(missing[:_NAMED])}{more} (it has {here}); plan for these hosts, or "
+                "give a host its name in the plan as machine"
+            )
+        used: Counter[str] = Counter()
+        ranks = []
+        for rank, name in enumerate(seats):
+            ranks.append(HostRank(rank, used[name], hosts[name]))
+            used[name] += 1
+        for name, count in used.items():
+            if count > hosts[name].slots:
+                raise HostsError(
+                    f"the plan places {count} ranks on {name}, which has slots = "
+                    f"{hosts[name].slots} in {self.path}; raise it, or plan for these hosts"
+                )
+        return ranks
 
 
 class _File(BaseModel):
@@ -174,13 +216,13 @@ def _of_machines(path: Path) -> list[dict[str, Any]]:
                 f"machines file {path}: machine {machine.name!r} has no host, the address at which "
                 "it is reached"
             )
-        hosts.append({"address": machine.host, "slots": machine.devices})
+        hosts.append({"address": machine.host, "slots": machine.devices, "machine": machine.name})
     return hosts
 
 
 def _spread(table: dict[str, Any]) -> dict[str, Any]:
     """Copy the keys at the top of the file into every host that does not set them itself."""
-    own = {"address", "advertise"}
+    own = {"address", "advertise", "machine"}
     shared = {key: table.pop(key) for key in list(table) if key in Host.model_fields.keys() - own}
     hosts = table.get("host")
     if isinstance(hosts, list):
@@ -191,6 +233,7 @@ def _spread(table: dict[str, Any]) -> dict[str, Any]:
 def _check(path: Path, hosts: Sequence[Host]) -> None:
     for what, values in {
         "address and port": [host.name for host in hosts],
+        "machine": [host.planned_as for host in hosts],
         "advertise": [
             host.reached_at for host in hosts if host.reached_at != "none" and host.port is None
         ],

@@ -5,20 +5,27 @@ launch`. So it does the run's token, because every user of a machine can read a 
 """
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
+from dpipe.machines.file import lists_machines
+from dpipe.plan.on_machines import placement_of
+from dpipe.planner.fits import planned
+from dpipe.planner.plan_file import load_plan
+from dpipe.toml import to_toml
 from fleet.hosts import HostRank, Hosts, HostsError
 from fleet.ssh import COMMAND_S, Machine, each
 
 STOP_S = 60.0  # to finish a step and write a checkpoint
 KILL_S = 5.0
+_JOB = "job.toml"
+_MACHINES = "machines.toml"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Job:
     resume: bool = False
     fallback: bool = False  # to the checkpoint before, if the newest is damaged
     trust_code: bool = False  # of model.layers, wherever it is from
+    # Beside the configuration on each host, by name.
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -46,31 +55,42 @@ class Job:
         resume: str | None = None,
         fallback: bool = False,
         trust_code: bool = False,
+        plan: Path | None = None,
+        machines: Path | None = None,
     ) -> "Job":
-        """Raises `ConfigError` if the configuration is not valid, `HostsError` if it needs more
-        hosts.
+        """With a `plan`, the job as it decides and on the hosts that it names. `machines`, by
+        default those of `predict.machines` or of the hosts file, go along: a run's summary predicts
+        from them. Raises `ConfigError` if the configuration is not valid, `HostsError` if it needs
+        other or more hosts.
         """
-        name = resume or name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise HostsError(
-                f"{name!r} names a run and its folder: letters, digits, hyphens, dots and "
-                "underscores only"
-            )
+        name = _named(path, resume or name)
         if not any(text.startswith("run.folder=") for text in overrides):
             overrides = (*overrides, f'run.folder="runs/{name}"')
+        if machines is not None:
+            overrides = (*overrides, _predicting_with(machines))
+        ranks: Sequence[HostRank] = ()
+        if plan is not None:
+            ranks = hosts.ranks_at(load_plan(plan).seats)
+            hosts.refuse_hidden(ranks[0].host)
+            overrides = _on_machines_of(hosts, path, overrides, trust_code=trust_code)
+            overrides = planned(path, overrides, plan, trust_code=trust_code)
         config = load(path, overrides, trust_code=trust_code)
-        ranks = tuple(hosts.ranks(config.world_size))
+        ranks = ranks or hosts.ranks(config.world_size)
+        files = _machines_of(config)
+        if files:
+            overrides = (*overrides, _predicting_with(_beside_job(name, _MACHINES)))
         text = path.read_text(encoding="utf-8")
         return cls(
             name,
             text,
             config,
             overrides,
-            ranks,
-            hosts.coordinator,
+            tuple(ranks),
+            f"{ranks[0].host.reached_at}:{hosts.coordinator_port}",
             resume=resume is not None,
             fallback=fallback,
             trust_code=trust_code,
+            files=files,
         )
 
     def spec(self, ranks: Sequence[HostRank], token: str) -> dict[str, Any]:
@@ -80,7 +100,7 @@ class Job:
         ]
         return {
             "run": self.name,
-            "config": self.text,
+            "files": {_JOB: self.text, **self.files},
             "folder": self.config.run.folder,
             "resume": self.resume,
             "ranks": specs,
@@ -91,7 +111,7 @@ class Job:
         configuration's [node].
         """
         node = ('node.bind="0.0.0.0"', f'node.advertise="{rank.host.reached_at}"')
-        argv = ["-m", "dpipe", "train", f"../cluster/{self.name}/job.toml"]
+        argv = ["-m", "dpipe", "train", _beside_job(self.name, _JOB)]
         for override in (*node, *self.overrides):
             argv += ["-o", override]
         if self.resume:
@@ -112,14 +132,54 @@ class Job:
         }
 
 
+def _named(path: Path, given: str | None) -> str:
+    """The name of a run. Raises `HostsError` for one that is no folder's."""
+    name = given or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise HostsError(
+            f"{name!r} names a run and its folder: letters, digits, hyphens, dots and underscores "
+            "only"
+        )
+    return name
+
+
+def _beside_job(run: str, file: str) -> str:
+    """On a host, seen from the project's folder."""
+    return f"../cluster/{run}/{file}"
+
+
+def _predicting_with(machines: Path | str) -> str:
+    return f"predict.machines={to_toml(str(machines))}"
+
+
+def _machines_of(config: Config) -> dict[str, str]:
+    """What goes along. Raises what each rank would of machines that do not fit the job."""
+    path = config.predict.machines
+    if path is None:
+        return {}
+    placement_of(config)
+    return {_MACHINES: Path(path).read_text(encoding="utf-8")}
+
+
+def _on_machines_of(
+    hosts: Hosts, path: Path, overrides: tuple[str, ...], *, trust_code: bool
+) -> tuple[str, ...]:
+    """With a hosts file that is one of machines, unless the job names another."""
+    stated = load(path, overrides, trust_code=trust_code).predict.machines
+    if stated is not None or not lists_machines(hosts.path):
+        return overrides
+    return (*overrides, _predicting_with(hosts.path))
+
+
 def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]]:
     """Start every rank; returns by machine and rank the offset in the rank's log at which this run
     begins. If one rank cannot be started, all are stopped.
     """
     token = secrets.token_urlsafe(16)
-    of_host = {
-        host.name: list(ranks) for host, ranks in groupby(job.ranks, key=lambda rank: rank.host)
-    }
+    # Not by runs of ranks: a plan may come back to a host.
+    of_host: defaultdict[str, list[HostRank]] = defaultdict(list)
+    for rank in job.ranks:
+        of_host[rank.host.name].append(rank)
     used = [machine for machine in machines if machine.host.name in of_host]
     try:
         answers = each(used, lambda m: m.agent("start", **job.spec(of_host[m.host.name], token)))

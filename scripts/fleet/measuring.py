@@ -48,7 +48,7 @@ class MeasureJob(Job):
 
     def argv(self, rank: HostRank) -> list[str]:
         _dash_m, _dpipe, _train, *words = super().argv(rank)
-        argv = ["-m", "dpipe", "measure", *words, "--name", rank.host.name, "--out", self.out]
+        argv = ["-m", "dpipe", "measure", *words, "--name", rank.host.planned_as, "--out", self.out]
         if rank.host.price_per_hour is not None:
             argv += ["--price", str(rank.host.price_per_hour)]
         for size in self.micro_batch_sizes:

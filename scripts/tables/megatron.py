@@ -158,7 +158,13 @@ def _head(shape: Shape, t: int, strategy: Strategy, *, own_table: bool) -> Layer
 def _of(shape: Shape, parameters: int, held: int, **working: int) -> LayerMemory:
     v = shape.value_bytes
     optimizer = 8 * shape.adam + (4 if v < 4 else 0)
-    return LayerMemory(v * parameters, v * parameters, optimizer * parameters, held, **working)
+    return LayerMemory(
+        parameter_bytes=v * parameters,
+        gradient_bytes=v * parameters,
+        optimizer_bytes=optimizer * parameters,
+        held_bytes=held,
+        **working,
+    )
 
 
 def _updating(shape: Shape, stage: tuple[LayerMemory, ...]) -> int:

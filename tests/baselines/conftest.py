@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenizers import BertWordPieceTokenizer
 
 from dpipe.baselines.foreign import train_rank
-from dpipe.config.load import load
+from dpipe.config.load import Config, load
 from dpipe.processes.environment import ProcessInfo
 from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
@@ -85,14 +85,16 @@ def our_losses(job: Path, tmp_path: Path) -> Callable[..., object]:
     return run
 
 
-@pytest.fixture
-def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
-    """`their_rows(fsdp, "pipeline.stages=4")`: of a run of that module's engine. Its ranks are
-    forked from a process that has imported torch, because that is what takes most of their time.
+Rows = list[dict[str, float]]
+
+
+@pytest.fixture(scope="session")
+def forked_rows() -> Callable[[ModuleType, Config], Rows]:
+    """`forked_rows(fsdp, config)`: of a run of that module's engine. Its ranks are forked from a
+    process that has imported torch, because that is what takes most of their time.
     """
 
-    def run(engine: ModuleType, *overrides: str) -> list[dict[str, float]]:
-        config = load(job, (*overrides, f"run.folder={tmp_path / 'theirs'}"))
+    def run(engine: ModuleType, config: Config) -> Rows:
         address, world = f"127.0.0.1:{free_port()}", config.world_size
         context = get_context("forkserver")
         context.set_forkserver_preload(["dpipe.baselines.fsdp", "megatron.core.optimizer"])
@@ -110,6 +112,18 @@ def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]
         for rank in ranks:
             rank.join(90)
         assert [rank.exitcode for rank in ranks] == [0] * world
-        return read_rows(tmp_path / "theirs")
+        return read_rows(Path(config.run.folder))
+
+    return run
+
+
+@pytest.fixture
+def their_rows(
+    job: Path, tmp_path: Path, forked_rows: Callable[[ModuleType, Config], Rows]
+) -> Callable[..., Rows]:
+    """`their_rows(fsdp, "pipeline.stages=4")`: of the job on that module's engine."""
+
+    def run(engine: ModuleType, *overrides: str) -> Rows:
+        return forked_rows(engine, load(job, (*overrides, f"run.folder={tmp_path / 'theirs'}")))
 
     return run

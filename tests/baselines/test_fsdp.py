@@ -41,6 +41,7 @@ def test_torch_has_the_same_losses(overrides, our_losses, their_rows):
         (["train.compile=true"], "train.compile must be false"),
         (["pipeline.stages=1"], "pipeline.ranks must be above 1"),
         (["pipeline.wire=bf16"], 'pipeline.wire must be "none"'),
+        (["pipeline.sequence_slices=2"], "pipeline.sequence_slices must be 1"),
         (["pipeline.split=measured"], 'pipeline.split must not be "measured"'),
         (["tensor_parallel.size=2", "model.vocab_size=256"], "tensor_parallel.size must be 1"),
         ([*TWO_REPLICAS, "data_parallel.delay=true"], "without delay"),

@@ -122,6 +122,7 @@ def models(overrides):
         (["pipeline.stages=3"], "model.num_layers divisible by pipeline.stages"),
         (["pipeline.split=[3, 3]"], "pipeline.split must be left out"),
         (["pipeline.wire=bf16"], 'pipeline.wire must be "none"'),
+        (["pipeline.sequence_slices=2"], "pipeline.sequence_slices must be 1"),
         (
             [
                 "tensor_parallel.size=2",

@@ -2,7 +2,7 @@
 stages.
 """
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,22 +35,12 @@ def a_config(**overrides: object) -> Config:
     return build(TABLE).with_(**overrides)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "per_rank"),
-    [("gpipe", 1), ("zero-bubble", 1), ("zb-v", 2)],  # of torch itself, and by CSV
-)
-def test_step_takes_the_time_of_its_waits(schedule: str, per_rank: int, tmp_path: Path) -> None:
+def launched_rows(overrides: Sequence[str], python: str, tmp_path: Path) -> list[dict[str, float]]:
+    """Of a run that is started as a user starts it."""
     (tmp_path / "job.toml").write_text(FILE)
-    pipeline = {
-        "pipeline.stages": 2 * per_rank,
-        "pipeline.stages_per_rank": per_rank,
-        "pipeline.schedule": schedule,
-    }
-    overrides = [f"{key}={value}" for key, value in pipeline.items()]
-    overrides.append(f"run.folder={tmp_path / 'run'}")
     given = [word for override in overrides for word in ("-o", override)]
     argv = [
-        sys.executable,
+        python,
         "-m",
         "dpipe.baselines.torch_replay",
         str(tmp_path / "job.toml"),
@@ -60,9 +50,27 @@ def test_step_takes_the_time_of_its_waits(schedule: str, per_rank: int, tmp_path
     assert (
         launch(lambda rank: argv, 2, logs=tmp_path / "logs", on_line=said.append, timeout_s=90) == 0
     ), said
-    rows = read_rows(tmp_path / "run")
+    return read_rows(tmp_path / "run")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [("gpipe", 1), ("zero-bubble", 1), ("zb-v", 2)],  # of torch, and by CSV
+)
+def test_step_takes_the_time_of_its_waits(
+    schedule: str, per_rank: int, warm_python: str, tmp_path: Path
+) -> None:
+    changes: dict[str, object] = {
+        "pipeline.stages": 2 * per_rank,
+        "pipeline.stages_per_rank": per_rank,
+        "pipeline.schedule": schedule,
+        "run.folder": str(tmp_path / "run"),
+    }
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    rows = launched_rows(overrides, warm_python, tmp_path)
     assert [row["step"] for row in rows] == [0, 1]
-    config = a_config(**{key.replace(".", "__"): value for key, value in pipeline.items()})
+    config = a_config(**{key.replace(".", "__"): value for key, value in changes.items()})
     predicted_s = forecast(config).step_us / 1e6
     assert predicted_s - 0.005 <= rows[1]["step_s"] < 2 * predicted_s
 
@@ -72,6 +80,7 @@ def test_step_takes_the_time_of_its_waits(schedule: str, per_rank: int, tmp_path
     [
         ({"model__layers": "gpt"}, 'model.layers must be "replay"'),
         ({"pipeline__wire": "bf16"}, 'pipeline.wire must be "none"'),
+        ({"pipeline__sequence_slices": 2}, "pipeline.sequence_slices must be 1"),
         ({"pipeline__stages": 1}, "pipeline.ranks must be above 1"),
         (
             {

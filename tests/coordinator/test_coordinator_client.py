@@ -40,6 +40,17 @@ def test_join_tells_all_addresses(run):
     assert [(c.rank, c.world_size) for c in (first, second, third)] == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_join_tells_each_pair_a_secret_that_no_other_rank_hears(run):
+    run.serve(3)
+    ranks = run.at_once(*(lambda rank=rank: run.join(rank, 3) for rank in range(3)))
+    for rank in ranks:
+        for other in ranks:
+            assert rank.link_secrets[other.rank] == other.link_secrets[rank.rank]
+    of_pairs = {ranks[0].link_secrets[1], ranks[0].link_secrets[2], ranks[1].link_secrets[2]}
+    assert len(of_pairs) == 3
+    assert min(map(len, of_pairs)) == 32
+
+
 def test_join_says_for_whom_it_waits(run):
     run.serve(2)
     messages: list[str] = []
@@ -73,6 +84,17 @@ def test_join_waits_for_the_coordinator_to_come_up(run):
     run.at_once(lambda: run.join(0, 1, address=f"127.0.0.1:{port}", on_wait=on_wait), serve_later)
     assert len(run.ranks) == 1
     assert messages[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port} (")
+
+
+def test_rank_that_has_left_waits_for_the_next_coordinator(run):
+    """A measurement before a run meets at the run's address: one rank comes for the run while
+    others still leave.
+    """
+    run.serve(2)
+    _, second = run.at_once(lambda: run.join(0, 2), lambda: run.join(1, 2))
+    second.leave()
+    with pytest.raises(JoinError, match="no coordinator at .* after 1 s .*the meeting before this"):
+        run.join(1, 2, join_s=1.0)
 
 
 def test_what_is_waited_for_is_said_now_and_then(monkeypatch):

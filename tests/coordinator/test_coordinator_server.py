@@ -6,7 +6,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from support.coordinator_stranger import Stranger
+from support.warm_python import program_of
 
 from dpipe.coordinator import frame
 from dpipe.errors import JoinError, RunAborted
@@ -204,9 +204,9 @@ time.sleep(60)
         (signal.SIGSTOP, 3.0, "no sign of life for 3 s"),
     ],
 )
-def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s, why):
+def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s, why, warm_python):
     server = run.serve(3, heartbeat_s=heartbeat_s)
-    argv = [sys.executable, "-c", JOIN_AND_WAIT, f"127.0.0.1:{server.port}", str(heartbeat_s)]
+    argv = [warm_python, "-c", JOIN_AND_WAIT, f"127.0.0.1:{server.port}", str(heartbeat_s)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         try:
             first, third = run.at_once(
@@ -216,7 +216,7 @@ def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s,
             assert process.stdout.readline() == b"joined\n"
             waiting = [first.gather("step/1", b""), third.gather("step/1", b"")]
             killed_at = time.monotonic()
-            process.send_signal(number)
+            os.kill(program_of(warm_python, process.pid), number)
             for gather in waiting:
                 with pytest.raises(RunAborted, match=rf"lost rank 1 \(127.0.0.1\): {why}"):
                     gather.wait(10)

@@ -86,7 +86,7 @@ def test_join_makes_all_wait_for_the_last():
         ({"rank": 1, "world_size": 4}, "it is one of 4 ranks, the coordinator has 3"),
         (
             {"rank": 1, "protocol": 0},
-            "it speaks protocol 0, the coordinator 2; install one dpipe version everywhere",
+            "it speaks protocol 0, the coordinator 3; install one dpipe version everywhere",
         ),
         ({"rank": 1, "shared": [1]}, "its configuration is not a JSON object"),
         (

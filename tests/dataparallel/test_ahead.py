@@ -12,10 +12,10 @@ from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.wire.feedback import wire
 from dpipe.wire.transfer import Links
 
 KINDS = pytest.mark.parametrize("kind", ["all-reduce", "sharded"])

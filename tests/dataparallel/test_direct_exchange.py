@@ -8,11 +8,11 @@ from support.layered import ADAM, Layered, in_threads, one_step, train
 
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import FeedbackWire, wire
 from dpipe.errors import PeerLost, TransferError
 from dpipe.transport.base import Transport
 from dpipe.transport.local import LocalHub
 from dpipe.wire.codec import codec
+from dpipe.wire.feedback import FeedbackWire, wire
 
 
 def ends(replicas: int, wire_name: str = "none", part_bytes: int = 40) -> list[DirectExchange]:

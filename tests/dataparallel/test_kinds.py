@@ -22,13 +22,13 @@ from support.layered import (
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Report
 from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import StepRule
 from dpipe.paramworker.client import ServerAccess
 from dpipe.paramworker.kind import ParameterServerWorker
+from dpipe.wire.feedback import wire
 from dpipe.wire.transfer import Links
 
 RUNS = itertools.count()

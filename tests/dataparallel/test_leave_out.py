@@ -9,9 +9,9 @@ from support.layered import ADAM, RATE, Layered, Make, gradients, one_step, with
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.wire.feedback import wire
 from dpipe.wire.transfer import Links
 
 BAD_STEP = 1

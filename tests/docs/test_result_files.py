@@ -131,6 +131,16 @@ def test_tensor_parallelism_over_a_slow_link() -> None:
     assert shown == kept
 
 
+def test_how_long_plans_take() -> None:
+    rows = []
+    for line in lines_of("plan_times"):
+        machines = f"{line['machines']}, {line['fleet']}"
+        size = f"{line['stages']} x {line['replicas']}"
+        rows.append([machines, size, f"{line['step_s']:.2f}", f"{line['cpu_s']:.1f}"])
+    shown = table("How long a plan takes")
+    assert [row[:4] for row in shown] == rows
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [("convergence", "between stages"), ("convergence_data_parallel", "between two replicas")],

@@ -15,6 +15,7 @@ from torch import nn
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts, StepResult
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.errors import PeerLost
 from dpipe.schedule.action import Op
@@ -23,10 +24,11 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.span import Lane
 from dpipe.transport.local import LocalHub
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
 from dpipe.wire.spec import TensorSpec
 
 M = 4
+AS_IS = HopCodecs(HopFormats.alike("none", 9))
 NUMBER = TensorSpec((1,), torch.float32)
 
 
@@ -100,7 +102,7 @@ def run_ranks(
             rank,
             here,
             hub.transport(rank),
-            codec("none"),
+            AS_IS,
             boundaries,
             Single(),
             Recorder(rank),
@@ -192,7 +194,15 @@ def test_tied_gradients_within_a_rank_are_added_once(reduce: bool) -> None:
     single.start = lambda stage: started.append((stage, first.grad.item(), last.grad.item()))
     started: list[tuple[int, float, float]] = []
     parts = Parts(
-        *(0, stages, transport, codec("none"), [(NUMBER,)], single, Recorder(0)),
+        *(
+            0,
+            stages,
+            transport,
+            AS_IS,
+            [(NUMBER,)],
+            single,
+            Recorder(0),
+        ),
         tied_here=(first, last),
     )
     Executor(parts).run(schedule, Batch([(torch.ones(1),)] * M))
@@ -211,7 +221,14 @@ def test_failure_carries_the_grid_with_the_culprit_marked() -> None:
 def test_grid_of_a_failed_replica_has_the_ranks_of_the_run() -> None:
     alone, hub, boundaries = {0: Breaking(last=True)}, LocalHub(1, transfer_timeout_s=10), ()
     parts = Parts(
-        0, alone, hub.transport(0), codec("none"), boundaries, Single(), Recorder(2), pp_group=(2,)
+        0,
+        alone,
+        hub.transport(0),
+        AS_IS,
+        boundaries,
+        Single(),
+        Recorder(2),
+        pp_group=(2,),
     )
     batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
     with pytest.raises(ArithmeticError) as failure:
@@ -230,7 +247,15 @@ def test_neighbour_of_a_failure_loses_its_peer_at_once() -> None:
 
 def test_aborted_step_can_be_cleared() -> None:
     stage = Breaking(last=True)
-    parts = Parts(0, {0: stage}, LocalHub(1).transport(0), codec("none"), (), Single(), Recorder(0))
+    parts = Parts(
+        0,
+        {0: stage},
+        LocalHub(1).transport(0),
+        AS_IS,
+        (),
+        Single(),
+        Recorder(0),
+    )
     with pytest.raises(ArithmeticError):
         Executor(parts).run(lower(generate("gpipe", 1, M)), Batch([(torch.ones(1),)] * M))
     Executor(parts).clear()
@@ -254,7 +279,15 @@ def test_failure_of_the_caller_closes_the_links() -> None:
     failed: list[Exception] = []
     transport = LocalHub(1).transport(0)
     transport.fail = failed.append  # type: ignore[method-assign]
-    parts = Parts(0, {0: Doubling(last=True)}, transport, codec("none"), (), Single(), Recorder(0))
+    parts = Parts(
+        0,
+        {0: Doubling(last=True)},
+        transport,
+        AS_IS,
+        (),
+        Single(),
+        Recorder(0),
+    )
     schedule = lower(generate("gpipe", 1, M))
     vote = schedule.vote_and_steps(0)[0]
     with pytest.raises(ArithmeticError) as failure, Executor(parts).doing(vote, schedule):
@@ -334,6 +367,14 @@ def test_exchange_begins_when_earlier_sends_have_left(
     lowered = lower(schedule, reduce=True)
     here = {stage: Doubling(last=stage == schedule.num_stages - 1) for stage in stages}
     boundaries = [(NUMBER,)] * (schedule.num_stages - 1)
-    parts = Parts(1, here, Lingering(log), codec("none"), boundaries, Agreeing(log), Recorder(1))
+    parts = Parts(
+        1,
+        here,
+        Lingering(log),
+        AS_IS,
+        boundaries,
+        Agreeing(log),
+        Recorder(1),
+    )
     Executor(parts).run(lowered, Batch())
     assert log[: len(expected)] == expected

@@ -8,6 +8,7 @@ import torch
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
@@ -16,7 +17,7 @@ from dpipe.stage.model import materialise
 from dpipe.stage.stage import Stage
 from dpipe.streams import CudaStreams, HostStreams
 from dpipe.transport.local import LocalHub
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
@@ -112,7 +113,7 @@ def test_host_runs_ahead_until_the_vote_and_settles_there() -> None:
         1,
         {1: Forward(streams)},
         Wires(streams),
-        codec("none"),
+        HopCodecs(HopFormats.alike("none", 9)),
         [(NUMBER,)] * 2,
         Single(),
         Recorder(1),
@@ -187,7 +188,7 @@ def test_nothing_synchronises_the_device_before_the_gradients_are_complete(wire:
         0,
         stages,
         hub.transport(0),
-        codec(wire),
+        HopCodecs(HopFormats.alike(wire, 9)),
         (boundary,),
         Single(),
         Recorder(0, streams),

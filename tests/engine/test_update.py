@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dpipe.config.run import TrainConfig
-from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.single import Single
 from dpipe.engine.ballot import Ballot, RankReport
 from dpipe.engine.update import LossScale, Update, count, learning_rate
 from dpipe.errors import NumericError
+from dpipe.optimizers.kinds import OptimizerSettings
 from dpipe.ranks import ParallelRanks
 
 
@@ -48,7 +48,7 @@ def an_update(stage: OneLayer, **train: Any) -> Update:
     settings = {"steps": 10, "learning_rate": 0.5, "decay": "none", "weight_decay": 0.0} | train
     chosen = TrainConfig(**settings)
     single = Single(
-        {0: stage}, AdamSettings(chosen.learning_rate, chosen.weight_decay, chosen.betas)
+        {0: stage}, OptimizerSettings(chosen.learning_rate, chosen.weight_decay, chosen.betas)
     )
     return Update({0: stage}, chosen, single, gather=Heard(), timeout_s=1)
 

@@ -125,3 +125,30 @@ def test_half_of_a_pair_is_dropped(two) -> None:
 def test_port_that_is_taken_is_named(two) -> None:
     with pytest.raises(JoinError, match="set node.bind and node.port"):
         Connections(2, port=two[0].port)
+
+
+def test_joined_rank_dials_under_no_other_number(two) -> None:
+    """It knows the token: it was taken for whom it said that it was, if it was the first."""
+    addresses = addresses_of(two)
+    told: list[dict[int, bytes]] = [{1: b"of 0 and 1", 2: b"of 0 and 2"}, {0: b"of 0 and 1"}]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(two[1].open, addresses, 5.0, told[1])
+        claims = Hello(protocol=PROTOCOL, from_rank=0, to_rank=1, connection=0)
+        with (
+            socket.create_connection(("127.0.0.1", two[1].port)) as sock,
+            pytest.raises(JoinError, match="wrong token"),
+        ):
+            greeting.call(sock, claims, told[0][2], time.monotonic() + 5)
+        assert two[0].open(addresses, 5.0, told[0]) == {}
+        assert other.result() == {}
+    assert two[1].peers[0].complete
+
+
+def test_rank_that_answers_at_the_address_of_another_is_not_taken_for_it(two) -> None:
+    addresses = addresses_of(two)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(two[1].open, addresses, 2.0, {0: b"of 0 and 2"})
+        reasons = two[0].open(addresses, 2.0, {1: b"of 0 and 1"})
+        other.result()
+    assert "wrong token" in reasons[1]
+    assert two[0].peers == {}

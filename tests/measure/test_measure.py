@@ -193,6 +193,8 @@ def test_peer_that_falls_silent_in_a_round_costs_that_round_alone(
         ("opened", [{"peer": -1, "reason": "x"}]),
         ("delays", {"delays": [{"peer": 1, "delay_ms": -1, "jitter_ms": 0}], "problems": []}),
         ("delays", {"delays": [{"peer": 1, "delay_ms": 1e9, "jitter_ms": 0}], "problems": []}),
+        # An hour: all machines waited for four round trips of it.
+        ("delays", {"delays": [{"peer": 1, "delay_ms": 3.6e6, "jitter_ms": 0}], "problems": []}),
         ("round/0", {"gbps": 1e99, "loss_percent": 0, "rising": False, "problem": ""}),
         ("round/0", {"gbps": 1, "loss_percent": 100, "rising": False, "problem": ""}),
         ("together", {"egress_gbps": -1, "ingress_gbps": 0}),

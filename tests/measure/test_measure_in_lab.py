@@ -1,10 +1,9 @@
 """Measured in a lab whose profile is known: namespaces, a router with sch_netem, the kernel's TCP.
-Half a minute, as root.
+A quarter of a minute each, as root.
 """
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from netem import lab as labs
 from netem.lab import Lab
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.lab,
     pytest.mark.usefixtures("possible"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 NAME = f"m{os.getpid()}"
@@ -60,15 +58,19 @@ LINKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def lab(possible: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+@pytest.fixture
+def lab(
+    possible: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Lab]:
     profile = tmp_path_factory.mktemp("lab") / "profile.toml"
     profile.write_text(PROFILE)
+    # What its router carries is measured as a lab comes up: far more than these links ask for.
+    monkeypatch.setattr(labs, "measured", lambda lab: lab)
     yield labs.up(NAME, num_hosts=3, profile=profile)
     assert labs.down(NAME)
 
 
-def measure(lab: Lab, folder: Path) -> tuple[Cluster, str]:
+def measure(lab: Lab, folder: Path, python: str) -> tuple[Cluster, str]:
     """What rank 0 writes, and its text."""
     job = folder / "job.toml"
     job.write_text('[model]\nlayers = "replay"\n[timeouts]\nconnect = 3\n[node]\ntoken = "t"\n')
@@ -76,7 +78,7 @@ def measure(lab: Lab, folder: Path) -> tuple[Cluster, str]:
     out.unlink(missing_ok=True)
     processes = []
     for rank, (name, host) in enumerate(zip("abc", lab.hosts, strict=True)):
-        argv = [sys.executable, "-m", "dpipe", "measure", str(job), "--name", name]
+        argv = [python, "-m", "dpipe", "measure", str(job), "--name", name]
         argv += ["--rank", str(rank), "--world-size", "3", "--out", str(out)]
         argv += ["--coordinator", f"{lab.addresses[0]}:{PORT}"]
         processes.append(subprocess.Popen(host.enter(argv), stderr=subprocess.PIPE, text=True))
@@ -100,18 +102,18 @@ def off(cluster: Cluster) -> list[str]:
             continue
         if link.delay_ms != pytest.approx(expected.delay_ms, rel=0.05, abs=0.6):
             different.append(f"{ends}: {link.delay_ms} ms")
-        # What TCP gets within a slice: over the far link it loses packets when its window outgrows
-        # the queue, and was seen 24 % below the line.
-        within = 0.35 if expected.delay_ms == 40 else 0.06
-        if link.bandwidth_gbps != pytest.approx(expected.bandwidth_gbps, rel=within):
+        if link.bandwidth_gbps != pytest.approx(expected.bandwidth_gbps, rel=0.06):
             different.append(f"{ends}: {link.bandwidth_gbps} Gbit/s")
+        if link.loss_percent > 0.1:
+            different.append(f"{ends}: {link.loss_percent} % lost")
     return different
 
 
-def test_links_are_measured_as_in_the_profile(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.alone
+def test_links_are_measured_as_in_the_profile(lab: Lab, tmp_path: Path, warm_python: str) -> None:
     """Also one that is slower one way than the other."""
     cluster, text = settled(
-        lambda: measure(lab, tmp_path), lambda found: not off(found[0]), tries=3
+        lambda: measure(lab, tmp_path, warm_python), lambda found: not off(found[0]), tries=5
     )
     assert not off(cluster), text
     assert cluster.names == ("a", "b", "c")
@@ -122,12 +124,12 @@ def test_links_are_measured_as_in_the_profile(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_pair_without_a_route_is_named_and_the_others_are_measured(
-    lab: Lab, tmp_path: Path
+    lab: Lab, tmp_path: Path, warm_python: str
 ) -> None:
     route = ["ip", "route", "add", "blackhole", f"{lab.addresses[2]}/32"]
     subprocess.run(lab.hosts[1].enter(route), check=True)
     try:
-        cluster, text = measure(lab, tmp_path)
+        cluster, text = measure(lab, tmp_path, warm_python)
     finally:
         route[2] = "del"
         subprocess.run(lab.hosts[1].enter(route), check=True)

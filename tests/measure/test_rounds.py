@@ -5,10 +5,8 @@ import pytest
 
 from dpipe.measure.rounds import (
     ROUNDS_S,
-    at_once,
-    durations,
+    Timetable,
     partner,
-    stream_s,
     tournament,
 )
 
@@ -55,26 +53,33 @@ def test_rounds_of_64_machines_are_over_in_time(round_trip_s: float) -> None:
     """
     rounds = tournament(64)
     round_trips_s = dict.fromkeys(combinations(range(64), 2), round_trip_s)
-    lengths = durations(rounds, round_trips_s)
+    lengths = Timetable(rounds, round_trips_s).lengths_s
     assert sum(lengths) <= ROUNDS_S * 1.0001
     assert min(lengths) > 0.9
 
 
 def test_round_is_as_long_as_its_longest_link_needs() -> None:
     rounds = [((0, 3), (1, 2)), ((0, 1), (2, 3))]
-    short, long = durations(rounds, {(0, 1): 0.001, (2, 3): 0.001, (0, 3): 0.001, (1, 2): 0.2})[
-        ::-1
-    ]
+    round_trips_s = {(0, 1): 0.001, (2, 3): 0.001, (0, 3): 0.001, (1, 2): 0.2}
+    long, short = Timetable(rounds, round_trips_s).lengths_s
     assert short < 3.0 < long
 
 
 def test_round_of_pairs_that_cannot_talk_takes_no_time() -> None:
-    assert durations([((0, 1),)], {}) == [0.0]
+    assert Timetable([((0, 1),)], {}).lengths_s == [0.0]
 
 
-def test_short_links_take_turns_and_long_ones_do_not() -> None:
-    assert not at_once(0.01)
-    assert at_once(0.1)
-    assert stream_s(1.0, 0.0) == pytest.approx(0.45)
-    assert stream_s(1.0, 0.1) == pytest.approx(0.7)
-    assert stream_s(0.1, 0.2) == 0.0
+def test_directions_take_turns_where_there_is_time() -> None:
+    few = Timetable(tournament(8), dict.fromkeys(combinations(range(8), 2), 0.1))
+    assert few.in_turns
+    assert not few.at_once(0.1)
+    assert few.stream_s(1.0, 0.0) == pytest.approx(0.45)
+    assert few.stream_s(1.0, 0.1) == pytest.approx(0.35)
+    assert few.stream_s(0.1, 0.2) == 0.0
+
+
+def test_long_links_of_many_machines_are_measured_both_ways_at_once() -> None:
+    many = Timetable(tournament(64), dict.fromkeys(combinations(range(64), 2), 0.1))
+    assert many.at_once(0.1)
+    assert not many.at_once(0.01)
+    assert many.stream_s(1.0, 0.1) == pytest.approx(0.7)

@@ -50,7 +50,7 @@ def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: 
         num_layers=sizes.num_layers,
         width=sizes.width,
         num_heads=sizes.num_heads,
-        context=sizes.context,
+        context=sizes.context * sizes.slices,
         dropout=0.1 if sizes.dropout else 0.0,
         tied=False,
     )
@@ -62,6 +62,7 @@ def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: 
             index,
             layers,
             num_microbatches=schedule.num_microbatches,
+            num_slices=schedule.num_slices,
             loss=model.loss_on(group) if schedule.is_last(index) else None,
             recompute=recompute,
             precision="bf16" if sizes.half or sizes.rounded else "fp32",
@@ -185,6 +186,10 @@ CASES = """
     demo  gpipe        selective  masters  dropout
     words gpipe        none       masters  2-ranks sequence
     words zero-bubble  none       masters  2-ranks bert
+    long  1f1b         none       fp32     4-slices
+    long  gpipe        full       fp32     2-slices
+    wide  1f1b         none       bf16     2-slices
+    words 1f1b         selective  fp32     4-slices
 """
 
 
@@ -196,8 +201,13 @@ def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
         "dropout" in more,
         next((int(word[0]) for word in more if word.endswith("-ranks")), 1),
     )
+    slices = next((int(word[0]) for word in more if word.endswith("-slices")), 1)
+    batch_size, context, *others = SIZES[size]
     sizes = TransformerSizes(
-        *SIZES[size],
+        batch_size,
+        context // slices,
+        *others,
+        slices=slices,
         dropout=draws,
         keeps_matrices=draws,
         half=precision == "bf16",
@@ -206,7 +216,8 @@ def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
         sequence="sequence" in more,
         bert="bert" in more,
     )
-    agree(generate(name, num_stages, 3, stages_per_rank=per_rank), sizes, recompute, within=0.02)
+    schedule = generate(name, num_stages, 3, stages_per_rank=per_rank, num_slices=slices)
+    agree(schedule, sizes, recompute, within=0.02)
 
 
 # Each number of ranks, with and without split positions, beside each strategy, precision and

@@ -1,5 +1,6 @@
 """What a lab refuses before it changes anything, and what it warns of. Needs no root."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -108,3 +109,12 @@ def test_own_delay_of_the_router_is_subtracted_from_each_link():
     less = labs._less(network, 0.2)
     assert less.default == Link(0, 10)
     assert less.link(0, 1) == Link(4.8, 2, jitter_ms=4.8, loss_percent=1)
+
+
+def test_labs_that_come_up_together_have_addresses_of_their_own() -> None:
+    octets = [labs._claim(name) for name in "abc"]
+    assert octets == [100, 101, 102]
+    shutil.rmtree(labs.STATE / "b")
+    assert labs._claim("d") == 101
+    with pytest.raises(NetemError, match="lab 'd' is up already"):
+        labs._claim("d")

@@ -5,11 +5,11 @@ import threading
 import torch
 from support.layered import Layered, in_threads
 
-from dpipe.dataparallel.feedback import FeedbackWire, Key
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
 from dpipe.paramworker.kind import _OutgoingGradient, flat_spec
 from dpipe.wire.codec import codec
+from dpipe.wire.feedback import FeedbackWire, Key
 
 
 class Slow(FeedbackWire):

@@ -13,8 +13,20 @@ from dpipe.plan.costs import LayerCosts, stage_cost, transformer_costs
 from dpipe.plan.forecast import Forecast, forecast, server_ranks, without_search
 from dpipe.plan.text import as_row, forecast_text
 from dpipe.timeline.span import Lane
+from dpipe.wire.format import HopFormats, MessageSize
 
 FREE = Network("free", Link(delay_ms=0, bandwidth_gbps=1000))
+
+
+ONE_SLOW_LINK = """
+name = "one-slow"
+delay_ms = 1
+bandwidth_gbps = 1
+link = [
+    { from = 1, to = 2, delay_ms = 1, bandwidth_gbps = 0.02 },
+    { from = 2, to = 1, delay_ms = 1, bandwidth_gbps = 0.0004 },
+]
+"""
 
 
 def a_replay(**pipeline: object) -> Config:
@@ -43,20 +55,39 @@ def test_backward_of_a_gpt_is_twice_its_forward() -> None:
 
 
 def test_wire_format_decides_the_bytes_of_a_hop() -> None:
-    costs = [transformer_costs(build({"pipeline": {"wire": wire}})) for wire in ("none", "bf16")]
-    plain, half = (cost.activation_bytes[0] for cost in costs)
-    assert plain == 2 * half == 4 * 4 * 128 * 128
+    mixed = {
+        "forward": "bf16",
+        "backward": "none",
+        "links": {"1-2": {"forward": "int8"}},
+    }
+    cost = forecast(build({"pipeline": {"stages": 4, "wire": mixed}})).cost
+    values = 4 * 128 * 128
+    int8_bytes = values + 4 * values // 256
+    assert cost.activation_bytes == (2 * values, int8_bytes, 2 * values)
+    assert cost.gradient_bytes == (4 * values,) * 3
+
+
+def test_auto_takes_smaller_formats_only_where_they_save_time(tmp_path: Path) -> None:
+    """Of three links the middle one is slow, in one of its directions."""
+    profile = tmp_path / "one-slow.toml"
+    profile.write_text(ONE_SLOW_LINK)
+    config = a_replay(stages=4, schedule="1f1b", wire="auto", wire_allowed=["int8", "none", "bf16"])
+    found = forecast(config.with_(predict__network=str(profile)))
+    assert found.formats.forward == ("none", "none", "none")
+    assert found.formats.backward == ("none", "int8", "none")
+    fixed = config.with_(pipeline__wire="int8", predict__network=str(profile))
+    assert found.step_us <= 1.005 * forecast(fixed).step_us
 
 
 def test_recomputation_runs_forward_once_more_before_the_input_gradient() -> None:
-    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0))
-    cost = stage_cost(layers, (1, 1), recompute="full")
+    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (MessageSize(), MessageSize()))
+    cost = stage_cost(layers, (1, 1), HopFormats.alike("none", 1), recompute="full")
     assert (cost.backward_us, cost.input_us, cost.weight_us) == ((3e6, 3e6), (2e6, 2e6), (1e6, 1e6))
 
 
 def test_selective_recomputation_runs_the_attention_cores_once_more() -> None:
-    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0), core_s=(0.0, 0.25))
-    cost = stage_cost(layers, (1, 1), recompute="selective")
+    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (MessageSize(), MessageSize()), core_s=(0.0, 0.25))
+    cost = stage_cost(layers, (1, 1), HopFormats.alike("none", 1), recompute="selective")
     assert (cost.backward_us, cost.input_us) == ((2e6, 2.25e6), (1e6, 1.25e6))
 
 
@@ -210,6 +241,14 @@ def test_local_sgd_pays_once_in_so_many_steps() -> None:
     assert (
         reduce_ms(replicated("local-sgd", inner_steps=10, overlap=True)) < 1.1
     )  # a part, in one of ten steps
+
+
+def test_inner_steps_are_as_few_as_the_network_allows() -> None:
+    slower = Network(default=Link(delay_ms=1, bandwidth_gbps=0.1))
+    auto = forecast(replicated("local-sgd", inner_steps="auto"), network=slower)
+    alone = forecast(replicated("local-sgd", inner_steps=10**9), network=slower)
+    fewer = forecast(replicated("local-sgd", inner_steps=auto.inner_steps - 1), network=slower)
+    assert auto.step_us <= 1.02 * alone.step_us < fewer.step_us
 
 
 def test_fragments_exchange_as_much_in_smaller_pieces() -> None:

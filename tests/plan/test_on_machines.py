@@ -12,7 +12,7 @@ from dpipe.network.link import Host, Link, Network
 from dpipe.plan.assumed_network import assumed_network, connections_of
 from dpipe.plan.costs import transformer_costs
 from dpipe.plan.forecast import forecast
-from dpipe.plan.on_machines import layers_on, placement_of
+from dpipe.plan.on_machines import digest_of_layers, layers_on, placement_of
 from dpipe.plan.text import forecast_text
 
 EVEN = """
@@ -33,7 +33,7 @@ def job(tmp_path: Path):
             path.write_text(machines)
             predict["machines"] = str(path)
         train = {"batch_size": 8, "num_microbatches": 4}
-        pipeline = {"stages": 2}
+        pipeline = {"stages": 2, "split": [2, 2]}
         return build(
             {"model": MODEL, "train": train, "pipeline": pipeline, "predict": predict} | sections
         )
@@ -70,8 +70,46 @@ def test_replicas_take_as_long_as_on_their_machines(job) -> None:
     assert uneven.step_us > even.step_us
 
 
+def test_estimated_cut_goes_by_the_speed_of_machines(job) -> None:
+    """It was that of machines which are alike."""
+    twelve = {**MODEL, "num_layers": 12}
+    estimated = {"pipeline": {"stages": 2}, "model": twelve}
+    slow_last = EVEN + '[[machine]]\nname = "a"\n[[machine]]\nname = "b"\ngflops = 5\n'
+    even = forecast(job(FOUR, **estimated)).split
+    uneven = forecast(job(slow_last, **estimated))
+    assert uneven.split[0] > even[0]
+    (cost,) = uneven.costs
+    seconds = [sum(each) for each in zip(cost.forward_us, cost.backward_us, strict=True)]
+    one_block = forecast(job(slow_last, model=twelve, pipeline={"stages": 2, "split": [12, 2]}))
+    (of_one,) = one_block.costs
+    block_us = (of_one.forward_us[1] + of_one.backward_us[1]) / 2
+    assert abs(seconds[0] - seconds[1]) <= block_us
+
+
+def test_estimated_cut_of_replicas_goes_by_the_slowest_machine_of_each_stage(job) -> None:
+    eight = {**MODEL, "num_layers": 8}
+    machines = EVEN
+    for name, gflops in zip("abcd", (20, 20, 20, 5), strict=True):
+        machines += f'[[machine]]\nname = "{name}"\ngflops = {gflops}\n'
+    two = {"replicas": 2, "kind": "all-reduce"}
+    found = forecast(job(machines, model=eight, pipeline={"stages": 2}, data_parallel=two))
+    even = forecast(job(FOUR, model=eight, pipeline={"stages": 2}, data_parallel=two))
+    assert found.split[0] > even.split[0]
+    assert (
+        found.step_us
+        < forecast(
+            job(
+                machines,
+                model=eight,
+                pipeline={"stages": 2, "split": [*even.split]},
+                data_parallel=two,
+            )
+        ).step_us
+    )
+
+
 def test_measured_layers_are_taken_as_they_were_measured(job) -> None:
-    config = job(FOUR, pipeline={"stages": 2, "recompute": "selective"})
+    config = job(FOUR, pipeline={"stages": 2, "split": [2, 2], "recompute": "selective"})
     counted = transformer_costs(config)
     times = (
         LayerTime("embedding", 2, 1, 2),
@@ -193,3 +231,19 @@ def test_times_of_another_model_are_refused(job) -> None:
     assert same.step_us == forecast(job(machines)).step_us
     # Links and memory are those of the machines, whatever they were measured with.
     forecast(job(MEASURED.format("5f84501") + FOUR))
+
+
+def test_digest_of_layers_has_the_vocabulary_of_the_tokenizer(
+    job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that were measured with a small vocabulary were taken for those with a large one."""
+    config = job(None)
+    assert config.model.vocab_size is None
+    sizes = {"small.json": 300, "same.json": 300, "large.json": 50_000}
+    monkeypatch.setattr("dpipe.data.tokenizer.vocabulary", sizes.__getitem__)
+    small, same, large = (
+        digest_of_layers(config.with_(data__tokenizer=name, data__files=("x",))) for name in sizes
+    )
+    assert small == same
+    assert small != large
+    assert digest_of_layers(config) == config.layers_digest()  # of bytes, as it was

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpipe.errors import ConfigError
-from dpipe.plan.partition import split
+from dpipe.plan.partition import split, split_by_stage
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,9 @@ def test_split_refuses_fewer_layers_than_stages() -> None:
         ConfigError, match=r"3 layers cannot make 4 stages.*lower pipeline.stages to 3"
     ):
         split([1, 1, 1], 4)
+
+
+def test_slower_stages_get_fewer_layers() -> None:
+    """The stages are on machines of speeds 4, 1 and 2."""
+    costs = [[1.0] * 14, [4.0] * 14, [2.0] * 14]
+    assert split_by_stage(costs) == (8, 2, 4)

@@ -1,6 +1,8 @@
 """`dpipe plan`, from files to what it prints and writes."""
 
 import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from planner.fleets import machines
 
 from dpipe.cli.main import main
 from dpipe.machines.file import dump_machines
-from dpipe.machines.machine import KINDS, LayerTime, Measurement
+from dpipe.machines.machine import KINDS, Cluster, LayerTime, Machine, Measurement
+from dpipe.network.link import Link
 from dpipe.planner.plan_file import load_plan
 
 JOB = """\
@@ -56,6 +59,47 @@ def test_plan_is_explained_written_and_simulated(folder: Path) -> None:
     assert row["step_s"] == pytest.approx(written.step_s, rel=1e-9)
 
 
+def test_explanation_says_bubble_price_bounds_and_what_a_faster_link_brings(folder: Path) -> None:
+    """Of four machines on slow links, with prices."""
+    lines = plan("-o", "pipeline.stages=3", "-o", "data_parallel.replicas=1").output.splitlines()
+    text = "\n".join(lines)
+
+    assert re.search(r"^step +[\d.]+ s predicted, bubble [\d.]+%$", text, re.M)
+    assert re.search(r"^price +[\d.]+ a million tokens, 1.5 an hour$", text, re.M)
+    assert re.search(r"10 Gbit/s on link m\d - m\d: -\d+%$", text, re.M)
+    bound = [line.split()[-1] for line in lines if line.startswith("  m")]
+    assert len(bound) == 3
+    assert {*bound} <= {"compute", "egress", "ingress", "memory", "delay"}
+
+
+def test_explanation_says_what_one_more_machine_brings(folder: Path) -> None:
+    """Of two that are alike and near, a third takes its part of the layers."""
+
+    def planned_with(count: int, *options: str) -> str:
+        alike = [Machine(f"m{number}", gflops=20.0) for number in range(count)]
+        cluster = Cluster(tuple(alike), default_link=Link(0.1, 10))
+        (folder / "machines.toml").write_text(dump_machines(cluster))
+        return plan("-o", "data_parallel.replicas=1", *options).output
+
+    two = json.loads(planned_with(2, "--json"))
+    three = json.loads(planned_with(3, "--json"))
+    (more,) = [each for each in two["what_if"] if "one more" in each["change"]]
+    assert more["change"] == "one more machine like m0"
+    # It is asked in short: what a search of three machines finds is as good at least.
+    whole = 1 - three["estimated_step_s"] / two["estimated_step_s"]
+    assert 0.1 < more["gain"] <= whole + 1e-9
+    assert re.search(r"one more machine like m0: -\d+%$", planned_with(2), re.M)
+
+
+def test_job_that_states_the_cut_of_each_replica_is_refused(folder: Path) -> None:
+    done = plan(
+        *("-o", "pipeline.splits=[[3,3],[2,4]]", "-o", "pipeline.stages=2"),
+        *("-o", "data_parallel.replicas=2", "-o", "data_parallel.kind=all-reduce"),
+    )
+    assert done.exit_code == 2
+    assert "leave pipeline.splits out" in done.output
+
+
 def test_json_names_each_seat_and_what_binds_it(folder: Path) -> None:
     row = json.loads(plan("--json").output)
 
@@ -94,7 +138,7 @@ def test_formats_are_chosen_where_they_are_allowed(folder: Path) -> None:
     rounded = json.loads(plan("--json", "-o", "pipeline.stages=3", "--formats", "none,int8").output)
 
     assert exact["wire"] == "none"
-    assert rounded["wire"] == "int8"
+    assert "int8" in json.dumps(rounded["wire"])
     assert rounded["step_s"] < exact["step_s"]
 
 
@@ -290,3 +334,49 @@ def test_plan_for_other_machines_is_refused_everywhere(folder: Path, command: st
 
     assert done.exit_code == 2
     assert "places stages on machines that machines has not: m3" in done.output
+
+
+def test_rank_that_is_started_elsewhere_than_planned_is_refused(folder: Path) -> None:
+    assert plan("--write", "plan.toml", "-o", "pipeline.stages=2").exit_code == 0
+    ranks = ("--rank", "0", "--world-size", "2", "--coordinator", "127.0.0.1:1")
+
+    done = run("train", "job.toml", "--plan", "plan.toml", *ranks, "--name", "nowhere")
+
+    assert done.exit_code == 2
+    assert "but this is nowhere: the plan leaves this machine out" in done.output
+    assert run("train", "job.toml", *ranks, "--name", "m0").exit_code == 2
+
+
+def test_plan_is_drawn(folder: Path) -> None:
+    done = plan("--png", "plan.png")
+    assert done.exit_code == 0, done.output
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("plan.words", "--png plan.words cannot be written: "),
+        ("no/plan.png", "--png no/plan.png cannot be written: "),
+        ("job.toml", "--png job.toml would replace what the plan is made from"),
+    ],
+)
+def test_picture_that_cannot_be_written_is_named(folder: Path, path: str, words: str) -> None:
+    done = plan("--png", path)
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def test_picture_needs_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = plan("--png", "plan.png")
+    assert done.exit_code == 2
+    assert "pip install 'dpipe[plot]'" in done.output
+
+
+def test_order_of_another_plan_is_refused(folder: Path) -> None:
+    """It was planned without a word, and the plan refused at launch."""
+    order = 'pipeline.programs=["0F0,0B0", "1F0,1B0"]'
+    done = plan("-o", "pipeline.stages=2", "-o", "pipeline.schedule=auto", "-o", order)
+    assert done.exit_code == 2
+    assert "pipeline.programs is the order of another plan: leave it out" in done.output

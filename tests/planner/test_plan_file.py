@@ -8,7 +8,12 @@ from planner.fleets import job, machines
 
 from dpipe.errors import ConfigError
 from dpipe.plan.forecast import forecast
-from dpipe.planner.fits import planned, refuse_other_job, refuse_other_machines
+from dpipe.planner.fits import (
+    planned,
+    refuse_other_job,
+    refuse_other_machines,
+    refuse_other_seat,
+)
 from dpipe.planner.plan_file import Plan, dump_plan, load_plan
 from dpipe.schedule.text import to_csv
 
@@ -110,6 +115,30 @@ def test_plan_for_other_machines_is_refused_with_the_difference() -> None:
     with pytest.raises(ConfigError, match=r"2 ranks on m0, which has devices = 1"):
         refuse_other_machines(PLAN, machines(4))
     refuse_other_machines(PLAN, machines(4, devices=2))
+
+
+@pytest.mark.parametrize("name", ["m3", "m2"])
+def test_rank_starts_on_the_machine_that_the_plan_has_it_on(tmp_path: Path, name: str) -> None:
+    (tmp_path / "plan.toml").write_text(TEXT)
+    rank = PLAN.seats.index(name)
+    refuse_other_seat(tmp_path / "plan.toml", rank, name)
+    with pytest.raises(ConfigError, match=f"rank {rank} on {name}, but this is desk: the plan "):
+        refuse_other_seat(tmp_path / "plan.toml", rank, "desk")
+
+
+def test_rank_of_another_seat_is_told_which_one_starts_here(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(TEXT)
+    other = PLAN.seats.index("m2")
+    with pytest.raises(ConfigError, match=f"but this is m2: start --rank {other} ?.* here, or say"):
+        refuse_other_seat(tmp_path / "plan.toml", PLAN.seats.index("m3"), "m2")
+
+
+def test_machines_of_one_host_name_are_taken_by_it(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(TEXT.replace('"m3"', '"desk-0"'))
+    rank = PLAN.seats.index("m3")
+    refuse_other_seat(tmp_path / "plan.toml", rank, "desk")
+    with pytest.raises(ConfigError, match="on desk-0, but this is des"):
+        refuse_other_seat(tmp_path / "plan.toml", rank, "des")
 
 
 def test_job_takes_what_the_plan_decided(tmp_path: Path) -> None:

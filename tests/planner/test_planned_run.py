@@ -1,12 +1,14 @@
 """What was planned is what is predicted, and what runs: three ranks as processes, for real."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from planner.fleets import job, problem
 
 from dpipe.config.load import load
+from dpipe.errors import ConfigError
 from dpipe.machines.file import save_machines
 from dpipe.machines.machine import Cluster, Machine
 from dpipe.network.link import Link
@@ -15,6 +17,7 @@ from dpipe.plan.forecast import forecast
 from dpipe.planner.decide import Decided, decide
 from dpipe.planner.fits import planned
 from dpipe.planner.plan_file import dump_plan
+from dpipe.planner.text import as_row, as_text
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs
 from dpipe.run.api import launch
@@ -34,6 +37,25 @@ def alike(count: int, link: Link = NEAR, **fields: int) -> Cluster:
     return Cluster(tuple(every), default_link=link)
 
 
+def two_pairs() -> Cluster:
+    """Two near machines here, two there: 40 and 10, 20 and 20. One cut for both pairs would let
+    each stage wait for its slower machine.
+    """
+    speeds = {"a": 40.0, "b": 10.0, "c": 20.0, "d": 20.0}
+    links = {("a", "b"): NEAR, ("c", "d"): NEAR}
+    far = Link(delay_ms=5.0, bandwidth_gbps=1.0)
+    every = [Machine(name, gflops=gflops) for name, gflops in speeds.items()]
+    return Cluster(tuple(every), links, default_link=far)
+
+
+REPLICATED: dict[str, dict[str, object]] = {
+    "model": {"num_layers": 14},
+    "train": {"batch_size": 32, "num_microbatches": 16},
+    "data_parallel": {"kind": "all-reduce", "replicas": 2},
+    "pipeline": {"stages": 2},
+}
+
+
 def overrides_of(decided: Decided, folder: Path) -> tuple[str, ...]:
     """What a run takes of the plan, which is kept in `folder` with its machines."""
     save_machines(decided.problem.cluster, folder / "machines.toml")
@@ -43,6 +65,7 @@ def overrides_of(decided: Decided, folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("warm_ranks")
 def test_plan_of_three_machines_is_trained_where_it_places_the_stages(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a pipeline of machines that are not alike\n" * 200)
@@ -73,6 +96,7 @@ def test_plan_of_three_machines_is_trained_where_it_places_the_stages(tmp_path: 
         ({"transport": {"connections": 2}, "pipeline": {"stages": 2}}, alike(2, Link(50.0, 1.0))),
         ({"pipeline": {"split": "estimated"}}, alike(2)),
         ({"data_parallel": {"kind": "sharded"}}, alike(3)),
+        (REPLICATED, two_pairs()),
         (
             {"data_parallel": {"kind": "local-sgd", "inner_steps": 8, "replicas": 2}},
             alike(4, Link(20.0, 0.1)),
@@ -89,6 +113,28 @@ def test_run_predicts_what_was_planned(
 
     predicted = forecast(load(config, overrides))
     assert predicted.step_us / 1e6 == pytest.approx(decided.plan.step_s, rel=1e-9)
+
+
+def test_plan_needs_a_number_of_inner_steps() -> None:
+    auto = {"kind": "local-sgd", "inner_steps": "auto", "replicas": 2}
+    with pytest.raises(ConfigError, match="state data_parallel.inner_steps"):
+        problem(job(data_parallel=auto), alike(4))
+
+
+def test_replicas_are_cut_each_by_its_own_machines() -> None:
+    decided = decide(problem(job(**REPLICATED), two_pairs()), Objective())
+    alike = job(**REPLICATED | {"pipeline": {"stages": 2, "split": [8, 8]}})
+
+    cuts = decided.best.placement.cuts
+    assert len(set(cuts)) == 2
+    by_pair = dict(zip(decided.plan.replicas, cuts, strict=True))
+    (pair,) = [names for names in by_pair if "a" in names]
+    layers = dict(zip(pair, by_pair[pair], strict=True))
+    assert layers["a"] > 2 * layers["b"]
+    assert "splits" in decided.plan.settings["pipeline"]
+    row = as_row(decided)
+    assert row["layers_per_stage"] == [list(cut) for cut in cuts]
+    assert decided.plan.step_s < decide(problem(alike, two_pairs()), Objective()).plan.step_s
 
 
 def test_tensor_parallel_group_is_planned_onto_one_machine(tmp_path: Path) -> None:
@@ -123,3 +169,27 @@ def test_format_that_replicas_cannot_take_is_left_to_stages() -> None:
     decided = decide(problem(config, alike(4), ("fp16",)), Objective())
 
     assert decided.plan.settings["pipeline"]["wire"] == "fp16"
+
+
+def test_format_is_chosen_for_each_link_and_direction(tmp_path: Path) -> None:
+    """From a to b all that is sent has to be short; back, and beyond b, there is time. The way from
+    a to c is so long that no plan takes it.
+    """
+    slow = Link(delay_ms=0.2, bandwidth_gbps=0.002)
+    long = Link(delay_ms=5000, bandwidth_gbps=0.002)
+    links = {("a", "b"): slow, ("b", "a"): NEAR, ("b", "c"): NEAR, ("a", "c"): long}
+    cluster = Cluster(tuple(Machine(name, gflops=20.0) for name in "abc"), links)
+    config = job(pipeline={"stages": 3}, train={"num_microbatches": 8})
+    decided = decide(problem(config, cluster, ("none", "int8")), Objective())
+
+    (seats,) = decided.plan.replicas
+    formats = decided.best.trial.formats
+    names = {}
+    for hop, pair in enumerate(pairwise(seats)):
+        names[pair] = formats.forward[hop]
+        names[pair[::-1]] = formats.backward[hop]
+    assert sorted(names.values()) == ["int8", "none", "none", "none"]
+    assert names.get(("a", "b")) == "int8"
+    predicted = forecast(load(config, overrides_of(decided, tmp_path)))
+    assert predicted.formats == formats
+    assert 'links = {"' in "\n".join(as_text(decided, as_row(decided)).splitlines()[:6])

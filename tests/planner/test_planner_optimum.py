@@ -1,6 +1,7 @@
 """Against every plan there is, of few machines and layers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -121,3 +122,15 @@ def test_format_that_rounds_blocks_is_for_replicas_of_single_ranks_alone() -> No
     assert {shape.tensor_parallel for shape in shapes} == {1, 2}
     together = {shape.exchange_wire for shape in shapes if shape.tensor_parallel > 1}
     assert "int8" not in together
+
+
+def test_machine_of_rank_0_has_the_first_stage_where_that_is_known() -> None:
+    cluster = machines(5, seed=3)
+    free = search(problem(job(), cluster), Objective())[0]
+    last = cluster.names[free.order[-1]]  # which no free plan would put there
+
+    led = replace(problem(job(), cluster), first=last)
+    for placement in search(led, Objective()):
+        assert cluster.names[placement.order[0]] == last
+        assert sorted(placement.order) == list(range(5))
+        assert placement.value >= free.value

@@ -220,16 +220,9 @@ if server:
 """
 
 
-def test_ranks_of_torchrun_find_each_other(tmp_path):
-    (tmp_path / "join.py").write_text(JOIN)
-    argv = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        str(tmp_path / "join.py"),
-    ]
+def test_ranks_of_torchrun_find_each_other(warm_python: str) -> None:
+    torchrun = [warm_python, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    argv = [*torchrun, "--no-python", warm_python, "-c", JOIN]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
     output = subprocess.run(
         argv, env=environ, stdout=subprocess.PIPE, text=True, timeout=100, check=True

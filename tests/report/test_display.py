@@ -11,6 +11,7 @@ ROW = {
     "loss": 2.531,
     "learning_rate": 3e-3,
     "tokens_per_s": 8400.0,
+    "step_s": 12.5,
     "bubble": 0.314,
     "mb_per_s": {"1->0": 2.0, "0->1": 2.13},
 }
@@ -28,7 +29,8 @@ def shown(terminal: bool, *rows: dict[str, object]) -> str:
 
 def test_row_is_a_plain_line_where_there_is_no_terminal() -> None:
     line = (
-        "step 5/10  loss 2.5310  lr 3.0e-03  8,400 tokens/s  bubble 31%  MB/s 0->1 2.1 1->0 2.0\n"
+        "step 5/10  loss 2.5310  lr 3.0e-03  8,400 tokens/s  bubble 31%  MB/s 0->1 2.1 1->0 2.0"
+        "  ETA 0:01:02\n"
     )
     assert shown(False, ROW) == line
 
@@ -41,7 +43,13 @@ def test_terminal_shows_progress_and_time_left() -> None:
 
 
 def test_held_out_loss_has_a_line_of_its_own() -> None:
-    assert shown(False, {"step": 5, "held_out_loss": 2.25}) == "step 5  held-out loss 2.2500\n"
+    line = "step 5  held-out loss 2.2500, perplexity 9.49\n"
+    assert shown(False, {"step": 5, "held_out_loss": 2.25}) == line
+
+
+def test_loss_of_a_model_that_knows_nothing_has_no_perplexity() -> None:
+    line = "step 5  held-out loss 30.0000\n"
+    assert shown(False, {"step": 5, "held_out_loss": 30.0}) == line
 
 
 @pytest.mark.parametrize("buffering", ["line by line", "as a whole"])

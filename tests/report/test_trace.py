@@ -208,15 +208,29 @@ def test_ballot_is_written_in_the_wait_for_the_verdict() -> None:
 
 
 def test_cost_of_a_tensor_parallel_group_has_its_exchanges() -> None:
-    """The mean of its ranks, 0 and 1: both run 0F0, and wait in it for other threads."""
+    """Ranks 0 and 1 both run 0F0, and wait in it for other threads: one after the other. What they
+    exchange to vote is the vote's.
+    """
     group = replace(CROWDED, tensor_size=2)
     first = (
         worked(0, "0F0", 10),
         worked(0, "0F0", 3, Lane.TENSOR),
         worked(0, "0F0", 1, Lane.TENSOR),
+        worked(0, "0VOTE", 4, Lane.UPDATE),
+        worked(0, "0VOTE", 2, Lane.TENSOR),
     )
-    second = (worked(1, "0F0", 12), worked(1, "0F0", 6, Lane.TENSOR))
-    assert measured_cost(group, steps_of(*first, *second)).forward_us == (16.0, 0.0)
+    second = (
+        worked(1, "0F0", 12),
+        worked(1, "0F0", 6, Lane.TENSOR),
+        worked(1, "0F0", 0, Lane.TENSOR),
+    )
+    steps = steps_of(*first, *second)
+    cost = measured_cost(group, steps)
+    assert (cost.forward_us[0], cost.vote_us[0]) == (11.0, 6.0)
+    assert (cost.exchange_forward_us, cost.exchange_backward_us) == ((10.0, 0.0), (0.0, 0.0))
+    assert cost.exchanges == (2, 0)
+    # By the clock the exchanges are in the computation already.
+    assert measured_cost(replace(group, hosts=()), steps).exchanges == (0, 0)
 
 
 def test_cost_on_shared_cores_has_what_python_does_beside_computing() -> None:

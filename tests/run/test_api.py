@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,6 +89,7 @@ def test_error_of_a_callback_ends_the_run_and_is_raised(tiny: Make) -> None:
         dpipe.train(tiny(), on_row=stop)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_launch_runs_all_ranks_and_passes_each_row(
     tiny: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +120,7 @@ def test_launched_ranks_do_not_import_what_only_compiling_needs(
     assert "torch._dynamo" not in imported
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_launch_of_a_file_with_another_number_of_ranks(tiny: Make, tmp_path: Path) -> None:
     job = as_file(tiny(), tmp_path / "job.toml")
     folder = dpipe.launch(str(job), overrides=["train.steps=1"], num_ranks=2)
@@ -129,7 +130,9 @@ def test_launch_of_a_file_with_another_number_of_ranks(tiny: Make, tmp_path: Pat
     assert len(losses(folder)) == 2
 
 
-def test_launch_works_in_a_script_without_a_main_guard(tiny: Make, tmp_path: Path) -> None:
+def test_launch_works_in_a_script_without_a_main_guard(
+    tiny: Make, warm_python: str, tmp_path: Path
+) -> None:
     job = as_file(tiny(), tmp_path / "job.toml")
     script = tmp_path / "script.py"
     script.write_text(
@@ -137,7 +140,7 @@ def test_launch_works_in_a_script_without_a_main_guard(tiny: Make, tmp_path: Pat
         f"config = dpipe.load({str(job)!r}, ('train.steps=2',))\n"
         "dpipe.launch(config, on_row=lambda row: print(row['step'], flush=True))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([warm_python, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0\n1\n"
 
@@ -148,6 +151,7 @@ def test_launch_refuses_what_can_be_fixed_before_a_rank_starts(tiny: Make, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_launch_raises_what_a_rank_could_not_use(tiny: Make, tmp_path: Path) -> None:
     """Only the rank can find out: another process uses the port of its links."""
     with socket.socket() as taken:
@@ -159,6 +163,7 @@ def test_launch_raises_what_a_rank_could_not_use(tiny: Make, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_launch_raises_what_ended_a_run(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +182,7 @@ def test_launch_raises_what_ended_a_run(
         dpipe.launch(tiny(model__layers="failing:layers", model__options={}))
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_error_of_a_callback_kills_the_ranks_and_is_raised(tiny: Make, tmp_path: Path) -> None:
     def stop(row: Mapping[str, Any]) -> None:
         raise LookupError(f"seen {row['step']}")
@@ -186,6 +192,7 @@ def test_error_of_a_callback_kills_the_ranks_and_is_raised(tiny: Make, tmp_path:
     assert len(losses(tmp_path / "run")) < 100_000
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_signal_stops_a_launched_run_with_a_checkpoint(tiny: Make, tmp_path: Path) -> None:
     def stop(row: Mapping[str, Any]) -> None:
         if row["step"] == 1:

@@ -139,9 +139,9 @@ def test_hop_carries_the_lengths_beside_the_activation(small: Make) -> None:
     config = small(pipeline__stages=2)
     (boundary,) = draft(config).boundaries
     assert [str(spec) for spec in boundary] == ["float32[2, 16, 16]", "int32[2]"]
-    costs = transformer_costs(config)
-    assert costs.activation_bytes[0] == sum(spec.num_bytes for spec in boundary)
-    assert costs.gradient_bytes[0] == boundary[0].num_bytes
+    message = transformer_costs(config).messages[0]
+    assert message.activation_bytes("none") == sum(spec.num_bytes for spec in boundary)
+    assert message.gradient_bytes("none") == boundary[0].num_bytes
 
 
 def test_forecast_counts_the_parameters_of_the_preset() -> None:

@@ -1,7 +1,6 @@
 """`dpipe measure` from the command line."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,10 @@ def test_digest_is_that_of_the_model_and_its_precision_alone(job: Path) -> None:
     assert load(job, ("model.width=32",)).layers_digest() != digest
 
 
-def test_two_processes_measure_each_other(tmp_path: Path) -> None:
+def test_two_processes_measure_each_other(tmp_path: Path, warm_python: str) -> None:
     job = tmp_path / "job.toml"
     job.write_text(REPLAY)
-    argv = [sys.executable, "-m", "dpipe", "measure", str(job), "--world-size", "2"]
+    argv = [warm_python, "-m", "dpipe", "measure", str(job), "--world-size", "2"]
     argv += ["--coordinator", f"127.0.0.1:{free_port()}", "--out", str(tmp_path / "m.toml")]
     both = []
     for rank in "01":

@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -323,7 +322,7 @@ def test_tensor_parallel_ranks_keep_their_parts_on_a_restarted_server(
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+def serve(tmp_path: Path, warm_python: str) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
     """`serve(port)`: `dpipe serve` in a process of its own, listening; killed at the end."""
     job = tmp_path / "job.toml"
     job.write_text(f"{PARAMETER_SERVER}[run]\nfolder = '{tmp_path / 'kept'}'\n")
@@ -331,13 +330,13 @@ def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
         **os.environ,
         "PYTHONPATH": str(Path(dpipe.__file__).parent.parent),
         "DPIPE_TOKEN": "secret",
+        "PYTHONUNBUFFERED": "1",
     }
     started: list[subprocess.Popen[str]] = []
 
     def start(port: int) -> subprocess.Popen[str]:
         words = (
-            sys.executable,
-            "-u",
+            warm_python,
             "-m",
             "dpipe",
             "serve",

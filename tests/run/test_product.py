@@ -16,6 +16,7 @@ from dpipe.config.load import Config, build
 from dpipe.coordinator.alone import Alone
 from dpipe.data.batch import Batch
 from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import data_parallel
@@ -23,7 +24,7 @@ from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.stage.stage import Stage
 from dpipe.transport.local import LocalHub
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
 from dpipe.wire.spec import TensorSpec
 
 STAGES, WIDTH, BATCH, STEPS = 4, 6, 24, 2
@@ -77,7 +78,7 @@ class Rank:
                 self.here.pp_rank,
                 self.stages,
                 transport,
-                codec("none"),
+                HopCodecs(HopFormats.alike("none", STAGES - 1)),
                 [boundary] * (STAGES - 1),
                 self.kind,
                 Recorder(rank),

@@ -14,7 +14,7 @@ from dpipe.errors import NumericError
 from dpipe.plan.run_plan import draft
 from dpipe.ranks import ParallelRanks
 from dpipe.report.metrics import read_rows
-from dpipe.report.trace import load_steps
+from dpipe.report.trace import load_steps, load_trace
 from dpipe.schedule.links import neighbours
 from dpipe.store import checkpoint
 from dpipe.timeline.span import Lane
@@ -147,6 +147,33 @@ def test_local_sgd_resumes_between_outer_steps_to_the_last_bit(split: Make, loss
     losses(split(2, "local-sgd", "part", train__steps=3, **settings))
     assert losses(split(2, "local-sgd", "part", train__steps=6, **settings), resume=True) == whole
     assert whole[-1] < whole[0]
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
+def test_replicas_that_are_cut_differently_have_the_bits_of_one_cut(
+    kind: str, split: Make, losses: Losses
+) -> None:
+    """Gradients are exchanged by layer, between whoever holds it."""
+    settings = {"pipeline__stages": 2, "train__steps": 3}
+    alike = split(2, kind, "alike", pipeline__split=(2, 2), **settings)
+    apart = split(2, kind, "apart", pipeline__splits=((3, 1), (1, 3)), **settings)
+    assert losses(apart) == losses(alike)
+    kept = parameters(alike)
+    for name, value in parameters(apart).items():
+        assert torch.equal(value, kept[name]), name
+    inputs = load_trace(Path(apart.run.folder)).inputs
+    assert inputs.replicas is not None
+    assert [part.stages for part in inputs.replicas.parts] == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_run_of_one_cut_goes_on_where_replicas_are_cut_differently(
+    split: Make, losses: Losses
+) -> None:
+    settings = {"pipeline__stages": 2, "train__decay": "none"}
+    whole = losses(split(2, "sharded", "whole", train__steps=4, **settings))
+    losses(split(2, "sharded", "part", train__steps=2, **settings))
+    apart = {"pipeline__splits": ((3, 1), (1, 3)), "train__steps": 4}
+    assert losses(split(2, "sharded", "part", **apart, **settings), resume=True) == whole
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "sharded"])

@@ -146,14 +146,39 @@ def test_half_precision_learns_like_fp32(
     assert half != full
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
-def test_lossy_wire_learns_like_fp32(wire: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
+MIXED = {"forward": "int6+feedback", "backward": "int8"}
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", MIXED], ids=str)
+def test_lossy_wire_learns_like_fp32(wire: Any, tiny: Make, losses: Losses, tmp_path: Path) -> None:
     exact = losses(tiny(pipeline__stages=2))
     lossy = losses(
         tiny(pipeline__stages=2, pipeline__wire=wire, run__folder=str(tmp_path / "lossy"))
     )
     assert lossy == pytest.approx(exact, rel=0.02)
     assert lossy != exact
+
+
+def test_formats_that_auto_takes_are_those_of_every_rank(
+    tiny: Make, losses: Losses, tmp_path: Path
+) -> None:
+    """Only forward, where a slow link would hold up the step, something is rounded."""
+    profile = tmp_path / "one-way.toml"
+    slow = "{from = 0, to = 1, delay_ms = 1, bandwidth_gbps = 0.001}"
+    fast = "{from = 1, to = 0, delay_ms = 1, bandwidth_gbps = 10}"
+    profile.write_text(f"link = [{slow}, {fast}]")
+    auto = tiny(
+        pipeline__stages=2,
+        pipeline__wire="auto",
+        pipeline__wire_allowed=("none", "int6"),
+        predict__network=str(profile),
+    )
+    stated = tiny(
+        pipeline__stages=2,
+        pipeline__wire={"forward": "int6", "backward": "none"},
+        run__folder=str(tmp_path / "stated"),
+    )
+    assert losses(auto) == losses(stated)
 
 
 def test_held_out_loss_is_measured_at_both_ends_and_between(tiny: Make, losses: Losses) -> None:

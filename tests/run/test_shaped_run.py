@@ -14,6 +14,7 @@ from dpipe.config.load import Config
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.errors import ProfileError
 from dpipe.network.in_transit import InTransit
@@ -32,7 +33,7 @@ from dpipe.timeline.span import Lane, Timeline
 from dpipe.transport.base import Transport
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
-from dpipe.wire.codec import codec
+from dpipe.wire.format import HopFormats
 from dpipe.wire.spec import TensorSpec
 
 RANKS, MICROBATCHES, MESSAGE_BYTES = 3, 4, 500_000
@@ -55,8 +56,15 @@ def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:
         last=rank == RANKS - 1,
     )
     boundaries = ((TensorSpec((MESSAGE_BYTES // 4,), torch.float32),),) * (RANKS - 1)
+    codecs = HopCodecs(HopFormats.alike("none", RANKS - 1))
     parts = Parts(
-        rank, {rank: stage}, transport, codec("none"), boundaries, Single(), Recorder(rank)
+        rank,
+        {rank: stage},
+        transport,
+        codecs,
+        boundaries,
+        Single(),
+        Recorder(rank),
     )
     Executor(parts).run(schedule, Batch([()] * MICROBATCHES))
 
@@ -117,6 +125,7 @@ def test_shaping_delivers_every_message_at_the_simulated_time(
         }
 
 
+@pytest.mark.alone
 @CASES
 def test_shaped_run_takes_the_simulated_time_plus_the_machines_delays(
     name: str, delay_ms: float, gbps: float

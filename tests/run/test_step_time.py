@@ -5,7 +5,6 @@ behind the shaped transport.
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from dpipe.report.metrics import read_rows
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 
-SLOW = "delay_ms = 5\nbandwidth_gbps = 0.1\n"
-LATE = 1.04  # even an idle machine wakes threads a little late
+SLOW = "delay_ms = 10\nbandwidth_gbps = 0.1\n"
+LATE = 1.04  # even an idle machine wakes threads a little late: about 1 ms a message
 # The last ranks end a step with weight gradients while rank 0 begins the next.
 DEEP = {"schedule": "zero-bubble", "in_flight": 7, "memory_limit": 12}
 PIPELINES = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, DEEP]
@@ -35,11 +34,11 @@ def replayed(tmp_path: Path) -> Make:
     def make(pipeline: dict[str, Any], clip_norm: float) -> Config:
         table: dict[str, dict[str, Any]] = {
             "model": {"layers": "replay"},
-            "replay": {"forward_ms": 25, "backward_ms": 50, "message_bytes": 50_000},
+            "replay": {"forward_ms": 50, "backward_ms": 100, "message_bytes": 100_000},
             "train": {
-                "steps": 5,
-                "batch_size": 10,
-                "num_microbatches": 10,
+                "steps": 2,
+                "batch_size": 8,
+                "num_microbatches": 8,
                 "clip_norm": clip_norm,
             },
             "pipeline": {"stages": 4, **pipeline},
@@ -62,7 +61,8 @@ def predicted_s(config: Config) -> float:
 
 def measured_s(config: Config, run_ranks: Run) -> float:
     assert run_ranks(config) == [None] * config.world_size
-    return median(row["step_s"] for row in read_rows(Path(config.run.folder))[1:])
+    _, second = (row["step_s"] for row in read_rows(Path(config.run.folder)))
+    return second
 
 
 def test_steps_overlap_where_no_rank_waits_for_a_vote(replayed: Make) -> None:
@@ -73,24 +73,19 @@ def test_steps_overlap_where_no_rank_waits_for_a_vote(replayed: Make) -> None:
     assert predicted_s(replayed(DEEP, 1)) == pytest.approx(alone.duration_us / 1e6, rel=0.01)
 
 
-@pytest.mark.parametrize("clip_norm", [0, 1])
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda pipeline: pipeline["schedule"])
-def test_no_step_takes_less_than_predicted(
-    pipeline: dict[str, Any], clip_norm: float, replayed: Make, run_ranks: Run
-) -> None:
-    config = replayed(pipeline, clip_norm)
-    assert measured_s(config, run_ranks) >= 0.995 * predicted_s(config)
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("clip_norm", [0, 1])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda pipeline: pipeline["schedule"])
 def test_step_takes_the_predicted_time(
     pipeline: dict[str, Any], clip_norm: float, replayed: Make, run_ranks: Run
 ) -> None:
-    most_s = LATE * predicted_s(replayed(pipeline, clip_norm))
+    """Never less, and as little as that in one of some runs."""
+    predicted = predicted_s(replayed(pipeline, clip_norm))
+    most_s = LATE * predicted
 
     def look() -> float:
-        return measured_s(replayed(pipeline, clip_norm), run_ranks)
+        seconds = measured_s(replayed(pipeline, clip_norm), run_ranks)
+        assert seconds >= 0.995 * predicted
+        return seconds
 
     assert settled(look, lambda seconds: seconds <= most_s) <= most_s

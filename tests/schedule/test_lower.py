@@ -49,6 +49,25 @@ def test_lower_splits_off_the_input_gradient_to_send():
     """)
 
 
+def test_lower_sends_no_gradient_to_stages_that_do_not_learn():
+    lowered = lower(gpipe(3, 1), recv_ahead=0, frozen=1)
+    check(lowered)
+    assert programs(lowered) == lines("""
+        0F0 0SEND_F0 0B0 0COMPLETE 0VOTE 0STEP
+        1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1COMPLETE 1VOTE 1STEP
+        2RECV_F0 2F0 2B0 2SEND_B0 2COMPLETE 2VOTE 2STEP
+    """)
+
+
+@given(generated(), st.data())
+def test_lower_of_any_schedule_runs_with_stages_that_do_not_learn(schedule, data):
+    frozen = data.draw(st.integers(0, schedule.num_stages - 1))
+    lowered = lower(schedule, frozen=frozen)
+    check(lowered)
+    sent = {action.stage for action in lowered.index if action.op is Op.SEND_B}
+    assert all(stage > frozen for stage in sent)
+
+
 def test_lower_sends_nothing_inside_a_rank():
     assert programs(lower(gpipe(2, 1, stages_per_rank=2))) == (
         "0F0 1F0 1B0 0B0 0COMPLETE 1COMPLETE 0VOTE 0STEP 1STEP"

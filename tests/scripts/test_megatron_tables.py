@@ -21,7 +21,7 @@ def rows(table) -> list[dict[str, object]]:
 
 
 def test_memory_of_the_published_rows_is_within_the_bounds(rows):
-    """Issue 6: eighty rows, three percent on average, ten at most; no row is fitted."""
+    """Eighty rows, three percent on average, ten at most; no row is fitted."""
     errors = [abs(row["predicted_mib"] / row["published_mib"] - 1) for row in rows]
     assert len(errors) == 80
     assert sum(errors) / 80 <= 0.03

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import aws_profiles  # noqa: E402 - scripts are not a package
 import dtfm  # noqa: E402
 import placement  # noqa: E402
+import placement_cases  # noqa: E402
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -226,3 +227,20 @@ def _arguments(folder: Path, *more: str) -> list[str]:
     files = ["--delay", str(folder / "d.csv"), "--bandwidth", str(folder / "b.csv")]
     sizes = ["--stages", "2", "--replicas", "3", "--gradient-gb", "0.65", "--activation-gb", "0.47"]
     return [*files, *sizes, "--seconds", "0.3", *more]
+
+
+def test_command_without_matrices_names_what_it_takes() -> None:
+    ended = CliRunner().invoke(placement.main, ["--stages", "2"])
+
+    assert ended.exit_code == 2
+    assert "--delay, --bandwidth, --stages, --replicas" in " ".join(ended.output.split())
+
+
+def test_command_prints_a_line_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = placement_cases.Case("small", 2, 2, num_blocks=2)
+    monkeypatch.setattr(placement_cases, "CASES", (small,))
+
+    ended = CliRunner().invoke(placement.main, ["--objective", "step", "--seconds", "0.1"])
+
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(ended.output)["case"] == "small"

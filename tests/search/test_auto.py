@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.settled import settled
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Link, Network
@@ -22,6 +23,7 @@ from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 
+_SEARCH_S = 4
 REPLICAS = [
     None,
     *(Replicas(exchange(kind, 2, 2)) for kind in ("all-reduce", "sharded", "local-sgd", "central")),
@@ -47,6 +49,29 @@ def cost(num_stages: int) -> Cost:
 
 def step_us(schedule, costs, network, replicas=None, ballots=None):
     return period(Scenario(schedule, costs, network, replicas=replicas, ballots=ballots))
+
+
+def test_search_that_need_not_be_exact_ends_at_an_order_that_is_close(monkeypatch):
+    clocks = []
+    monkeypatch.setattr(PipelineClock, "__init__", counting(PipelineClock.__init__, clocks))
+    of = (6, 24, cost(6), UNLIKE)
+    exact = step_us(search(*of, ballots=UNLIKE), cost(6), UNLIKE, ballots=UNLIKE)
+    every = len(clocks)
+    clocks.clear()
+    close = search(*of, ballots=UNLIKE, memory_limit=24, close=0.05)
+    assert step_us(close, cost(6), UNLIKE, ballots=UNLIKE) <= 1.05 * exact
+    assert max(peak_in_flight(close)) <= 24
+    assert len(clocks) < every / 3
+
+
+def counting(function, calls):
+    """`function`, with a note of each call."""
+
+    def counted(*arguments):
+        calls.append(arguments)
+        function(*arguments)
+
+    return counted
 
 
 def test_search_holds_no_more_than_zero_bubble_where_that_is_as_fast():
@@ -166,17 +191,22 @@ def test_search_counts_what_it_tries_so_that_its_time_is_bounded(monkeypatch):
 
     monkeypatch.setattr(PipelineClock, "run", counted)
     search(12, 64, cost(12), SLOW)
-    assert len(runs) < 250
+    assert len(runs) < 60
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("profile", ["regional", "two-sites"])  # those that take longest
 def test_search_of_twelve_stages_and_64_micro_batches_takes_seconds_of_a_core(profile):
-    """Two to three of one core; a core that is shared by hyperthreads may take twice as long."""
+    """Two of one core; one that is shared by hyperthreads may take twice as long."""
     network = load_network(PROFILES / f"{profile}.toml")
     costs = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 << 20)
-    began_s = time.process_time()
-    search(12, 64, costs, network)
-    assert time.process_time() - began_s < 6
+
+    def look() -> float:
+        began_s = time.process_time()
+        search(12, 64, costs, network)
+        return time.process_time() - began_s
+
+    assert settled(look, lambda taken_s: taken_s < _SEARCH_S) < _SEARCH_S
 
 
 def test_search_is_deterministic():

@@ -46,6 +46,23 @@ def test_greedy_with_more_in_flight_hides_a_longer_hop():
 
 
 @settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(0, 50), st.booleans())
+def test_more_in_flight_changes_nothing_where_no_stage_was_held_back(
+    stages, microbatches, in_flight, delay_us, forward_first
+):
+    cost = Cost.uniform(stages, forward_us=10, backward_us=20, message_bytes=1000)
+    pipeline = Pipeline(cost, hop_of(delay_us), microbatches, stages, (0.0,) * stages)
+    rule = Rule((in_flight,) * stages, (microbatches,) * stages, forward_first)
+    deeper = replace(rule, depths=tuple(range(in_flight, in_flight + stages)))
+    assert deeper.deepens(rule)
+    assert stages == 1 or not rule.deepens(deeper)
+    assert not replace(deeper, forward_first=not forward_first).deepens(rule)
+    plain = Greedy(pipeline, rule)
+    programs = plain.run().programs
+    assert plain.held_back or Greedy(pipeline, deeper).run().programs == programs
+
+
+@settings(deadline=None, max_examples=50)
 @given(
     st.integers(1, 4), st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(0, 50)
 )

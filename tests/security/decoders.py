@@ -27,10 +27,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from dpipe.agent.inquiry import STATUS
+from dpipe.agent.notice import aws_notice, azure_notice
 from dpipe.config.load import build, load
 from dpipe.coordinator import frame, limits, membership, shared
+from dpipe.data import rows
 from dpipe.data.corpus import prepare
+from dpipe.data.samples import mapped
 from dpipe.data.tokenizer import ByteTokenizer, FileTokenizer
+from dpipe.elastic.agents import Epoch
+from dpipe.elastic.journal import NAME as JOURNAL
+from dpipe.elastic.journal import RunJournal
+from dpipe.elastic.messages import FROM_AGENT, JOB_OFFER, LEAVE_REQUEST, STATUS_REQUEST, TO_AGENT
 from dpipe.engine import trainer
 from dpipe.engine.ballot import BALLOT
 from dpipe.errors import (
@@ -41,6 +49,9 @@ from dpipe.errors import (
     ScheduleError,
     TransferError,
 )
+from dpipe.hub.index import read_index
+from dpipe.keeper.copies import LayerCopy, pack, unpack
+from dpipe.keeper.messages import ANSWER, REQUEST
 from dpipe.machines.file import dump_machines, load_machines, parse_machines
 from dpipe.machines.hosts import load_hosts_network
 from dpipe.measure import notes, reports
@@ -48,6 +59,7 @@ from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.planner.plan_file import load_plan
+from dpipe.probe.launcher_costs import from_text as layer_costs
 from dpipe.report.metrics import keep_rows_before, read_rows
 from dpipe.report.trace import (
     StepSpans,
@@ -58,13 +70,14 @@ from dpipe.report.trace import (
     save_inputs,
 )
 from dpipe.run.parameter_servers import FolderSnapshots
+from dpipe.run.planning import plan_of_rank_0
 from dpipe.schedule.action import parse_action
 from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.session import greeting, grpc_stream
-from dpipe.session.frames import Frames
+from dpipe.session.frames import ByteFrames
 from dpipe.session.session import LinkSession
 from dpipe.session.stream import SocketStream
 from dpipe.store import checkpoint, identity
@@ -74,6 +87,9 @@ from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
 from dpipe.toml import parse_toml
+from dpipe.watch import points
+from dpipe.watch.folder import log_line, measured_picture
+from dpipe.watch.picture import as_json, as_table
 from dpipe.wire import message
 from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS
@@ -221,6 +237,15 @@ def _text(*texts: str) -> Callable[[], list[bytes]]:
     return lambda: [text.encode() for text in texts]
 
 
+def _watched(data: bytes) -> object:
+    """From the rows to what a browser gets."""
+    run = points.RunPoints()
+    for line in data.splitlines():
+        run.add_line(line)
+    shown = measured_picture("run", run, None, 0.0)
+    return as_json([as_table(shown), points.thinned(run.points, 2)])
+
+
 # The wire
 
 _HEADER = message.Header(7, "1SEND_F3", TensorSpec((2, 3), torch.float32)).encode()
@@ -322,7 +347,7 @@ def _resumable(data: bytes) -> object:
     """What the other end of a link writes."""
     ours, theirs = socket.socketpair()
     session = LinkSession(8.0, may_resume=lambda: False)
-    session.attach(Frames(SocketStream(ours)), 0, 0)
+    session.attach(ByteFrames(SocketStream(ours)), 0, 0)
     into = bytearray(64)
     with ours, theirs:
         theirs.sendall(data[:60_000])
@@ -382,6 +407,98 @@ _MACHINE = {
 }
 _DELAY = {"peer": 1, "delay_ms": 10.0, "jitter_ms": 0.1}
 _STREAM = {"gbps": 1.0, "loss_percent": 0.1, "rising": False, "problem": ""}
+
+
+def _adapter_settings(content: bytes) -> object:
+    from dpipe.hub.trained_adapter import read_settings  # imports transformers
+
+    return read_settings(content, "folder")
+
+
+def _adapter(path: Path) -> object:
+    from dpipe.hub.trained_adapter import _open
+
+    with _open(path.parent) as file:
+        return [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+
+
+def _published(path: Path) -> object:
+    from dpipe.hub.source import ModelSource  # imports transformers
+    from dpipe.hub.tensors import SafetensorsWeights
+
+    weights = SafetensorsWeights(ModelSource(path.parent))
+    return [weights.read(name) for name in weights.names]
+
+
+@cache
+def _tiny_model() -> Path:
+    """A model of one block, as `save_pretrained` writes it."""
+    from hub import published
+
+    sizes = {"num_hidden_layers": 1, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return published.save("llama", Path(_KEPT.name) / "hub", **sizes, **heads)
+
+
+def _hub_file(name: str) -> list[bytes]:
+    return [(_tiny_model() / name).read_bytes()]
+
+
+def _hub_configuration(path: Path) -> object:
+    """To the model without memory that is cut into layers."""
+    from dpipe.hub.skeleton import skeleton_of
+    from dpipe.hub.source import find_source
+
+    skeleton = skeleton_of(find_source(str(path.parent)).config())
+    return [skeleton.layer(index) for index in range(min(3, skeleton.num_layers))]
+
+
+def _hub_words(data: bytes) -> object:
+    """The tokenizer's own configuration, beside a tokenizer.json that is whole."""
+    from dpipe.hub.words import Words
+
+    with _folder_with("tokenizer_config.json", data) as folder:
+        (folder / "tokenizer.json").write_bytes(_word_level()[0])
+        (folder / "config.json").write_bytes(_hub_file("config.json")[0])
+        words = Words(build({"model": {"hf": str(folder)}}))
+        if words.has_template:
+            words.chat([{"role": "user", "content": "a"}], asks=True)
+        return words.decode(words.encode("a b"))
+
+
+def _gguf(path: Path) -> object:
+    from dpipe.hub.skeleton import skeleton_of
+    from dpipe.hub.source import find_source
+    from dpipe.hub.tensors import GgufWeights
+
+    skeleton = skeleton_of(find_source(str(path)).config())
+    weights = GgufWeights(path, skeleton)
+    names = ("model.norm.weight", "lm_head.weight")
+    return [weights.read(name) for name in names if name in weights]
+
+
+@cache
+def _gguf_of_a_model() -> list[bytes]:
+    import gguf
+
+    path = Path(_KEPT.name) / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(16)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_vocab_size(16)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    blocks = gguf.quantize(np.ones((16, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [path.read_bytes()]
+
 
 WIRE = [
     Decoder(
@@ -444,6 +561,7 @@ WIRE = [
         _resumable,
         (TransferError, ConnectionError),
         _session_frames,
+        ("dpipe.session.frames:_begin",),
     ),
     Decoder(
         "greeting of a transport",
@@ -474,7 +592,13 @@ WIRE = [
         ("dpipe.coordinator.membership:_is_json_object", "dpipe.coordinator.membership:shared"),
     ),
     _schema("ballot", BALLOT, _BALLOT),
-    _schema("plan of rank 0", shared.DECISION, [[0.1], "0F0,0B0\n", "1f1b"], None),
+    _schema(
+        "plan of rank 0",
+        shared.DECISION,
+        [[0.1], "0F0,0B0\n", "1f1b", [["bf16"], ["int4"]], [2, 3], 20],
+        None,
+    ),
+    _schema("plan for all ranks", shared.PLAN, "[plan]\n", ""),
     _schema("checkpoint found", shared.CHECKPOINT_FOUND, 7),
     _schema("place", shared.PLACE, {"machine": "a", "name": "b", "port": 7}),
     _schema("embedded server", shared.EMBEDDED, {"session": "0" * 16, "port": 7}),
@@ -677,6 +801,155 @@ RUN_FOLDER = [
         _text('{"step": 0, "loss": 1.0}\n{"step": 9}\n'),
         ("dpipe.report.metrics:_step_of",),
     ),
+    Decoder(
+        "rows of a run that is watched",
+        _watched,
+        (),
+        _text(
+            '{"step": 0, "loss": 1.0, "step_s": 0.5, "mb_per_s": {"0->1": 2.0}}\n'
+            '{"step": 9, "held_out_loss": 1.0}\n{"step": 9, "step_s": 1e308, "bubble": 0.5}\n'
+        ),
+        ("dpipe.watch.points:add_line",),
+    ),
+]
+
+# Copies of layers in memory, of other machines
+
+
+def _copy_of_layer() -> list[bytes]:
+    weight = {"layers.2.weight": torch.arange(6.0).reshape(2, 3)}
+    moments = {"layers.2.weight.exp_avg": torch.ones(2, 3)}
+    return [copy.content for copy in pack(3, weight, moments, {"num_updates": 3}, [2])]
+
+
+KEEPER = [
+    Decoder(
+        "copy of a layer",
+        lambda data: unpack([LayerCopy(3, 2, data)]),
+        (CheckpointError,),
+        _copy_of_layer,
+        ("dpipe.keeper.copies:_state_of",),
+    ),
+    Decoder(
+        "request to a keeper",
+        REQUEST.read,
+        (ValueError,),
+        as_bytes({"get": {"epoch": 1, "step": 2, "layer": 3}}),
+    ),
+    Decoder(
+        "answer of a keeper",
+        ANSWER.read,
+        (ValueError,),
+        as_bytes({"size": 3, "digest": "0" * 64}),
+    ),
+]
+
+
+def _journal(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / JOURNAL
+        path.write_bytes(data)
+        RunJournal(path).close()
+
+
+def _journal_of_a_run() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / JOURNAL
+        journal = RunJournal(path)
+        journal.begin(Epoch(1, 0, ("0123456789abcdef",)))
+        journal.note("somebody joined")
+        journal.close()
+        return [path.read_bytes()]
+
+
+_WORK = {"epoch": 3, "outcome": "left", "reason": ""}
+_ENLIST = {
+    "kind": "enlist",
+    "protocol": 1,
+    "version": "0.1.0",
+    "run": "",
+    "agent": "0123456789abcdef",
+    "name": "m",
+    "host": "h",
+    "keeper": "10.0.0.1:4000",
+    "memory_bytes": 1,
+    "epoch": 3,
+    "working": False,
+    "held": {"4": [0, 1]},
+    "last": _WORK,
+}
+_STATUS = {
+    "run": "runs/run",
+    "phase": "running",
+    "epoch": 1,
+    "step": 2,
+    "steps": 3,
+    "ranks": 4,
+    "wanted": 4,
+    "agents": [],
+    "goodput": 0.5,
+    "lost_s": 1.5,
+    "run_s": 20.0,
+    "events": [[1.0, "somebody joined"]],
+}
+_JOB = {"version": "0.1.0", "config": {"train": {"steps": 3}}, "layer_costs": "d1 [[], []]"}
+_COST = {
+    "forward_flops": 1.5,
+    "parameter_bytes": 4,
+    "outputs": [[[2, 6], "float32"]],
+    "attention_cores": 1,
+    "core_flops": 1.0,
+    "largest_parameter_bytes": 4,
+    "kept_bytes": 8,
+}
+ELASTIC = [
+    Decoder(
+        "message of an agent",
+        FROM_AGENT.read,
+        (ValueError,),
+        as_bytes(
+            _ENLIST,
+            {"kind": "ended", "report": _WORK, "held": {"4": [0]}},
+            {"kind": "row", "epoch": 1, "row": {"step": 3, "loss": 1.5}},
+            {"kind": "vouched", "epoch": 1, "step": 4, "digests": {"0": _DIGEST}},
+        ),
+    ),
+    Decoder(
+        "message to an agent",
+        TO_AGENT.read,
+        (ValueError,),
+        as_bytes(
+            {"kind": "stop", "epoch": 3, "after_step": True},
+            {"kind": "assigned", "resume_step": 3, "assignment": {"epoch": 1}},
+        ),
+    ),
+    Decoder("job of an elastic run", JOB_OFFER.read, (ValueError,), as_bytes(_JOB)),
+    Decoder(
+        "layer costs of a job",
+        lambda data: layer_costs("d1", "d1 " + data.decode("utf-8", "replace")),
+        (ConfigError,),
+        as_bytes([[_COST], [0, 0]]),
+    ),
+    Decoder(
+        "what an elastic run's status is asked for",
+        STATUS_REQUEST.read,
+        (ValueError,),
+        as_bytes({"rows_from": 12}, {"rows_from": None}, {}),
+    ),
+    Decoder("status of an elastic run", STATUS.read, (ValueError,), as_bytes(_STATUS)),
+    Decoder(
+        "who is to leave",
+        LEAVE_REQUEST.read,
+        (ValueError,),
+        as_bytes({"name": "m", "within_s": 1.0}),
+    ),
+    Decoder("journal of an elastic run", _journal, (CheckpointError,), _journal_of_a_run, share=4),
+    Decoder(
+        "notice of a cloud",
+        lambda data: (aws_notice(data.decode()), azure_notice(data.decode())),
+        (ValueError,),
+        as_bytes({"action": "stop", "time": "2026-11-23T16:00:00Z"}, {"Events": [{}]}),
+    ),
 ]
 
 # Files that people share
@@ -846,6 +1119,13 @@ FILES = [
         ("dpipe.planner.plan_file:load_plan",),
     ),
     Decoder(
+        "text of the plan of rank 0",
+        lambda data: plan_of_rank_0(data.decode(errors="surrogateescape")),
+        (TransferError,),
+        _text(_PLAN),
+        ("dpipe.run.planning:plan_of_rank_0",),
+    ),
+    Decoder(
         "machines file",
         of_file("machines.toml", _machines_of_hosts),
         (ProfileError,),
@@ -888,6 +1168,107 @@ FILES = [
         share=50,
     ),
     Decoder(
+        "rows, one a line",
+        of_file("rows.jsonl", lambda path: list(rows.read_rows([path]))),
+        (DataError,),
+        _text('{"instruction": "a", "output": "b"}\n\n{"messages": []}\n'),
+        ("dpipe.data.rows:_as_row",),
+    ),
+    Decoder(
+        "rows in a list",
+        of_file("rows.json", lambda path: list(rows.read_rows([path]))),
+        (DataError,),
+        _text('[{"instruction": "a", "output": "b"}]'),
+        ("dpipe.data.rows:_json_list",),
+    ),
+    Decoder(
+        "rows of a table",
+        of_file("rows.csv", lambda path: list(rows.read_rows([path]))),
+        (DataError,),
+        _text('instruction,output\na,"b"\n'),
+    ),
+    Decoder(
+        "weights of a published model",
+        of_file("model.safetensors", _published),
+        (CheckpointError,),
+        lambda: [save({"a.weight": torch.ones(3), "b": torch.zeros(2, 2)})],
+        ("dpipe.hub.tensors:_open",),
+        share=4,
+    ),
+    Decoder(
+        "column of the samples' cache",
+        of_file("tokens", lambda path: mapped(path, np.int32)[:10]),
+        (DataError,),
+        lambda: [np.arange(5, dtype=np.int32).tobytes()],
+        ("dpipe.data.samples:mapped",),
+    ),
+    Decoder(
+        "adapter_config.json of a trained adapter",
+        _adapter_settings,
+        (ConfigError,),
+        _text('{"r": 16, "lora_alpha": 32.0, "target_modules": ["q_proj"]}'),
+        ("dpipe.hub.trained_adapter:read_settings",),
+    ),
+    Decoder(
+        "safetensors of a trained adapter",
+        of_file("adapter_model.safetensors", _adapter),
+        (CheckpointError,),
+        lambda: [save({"a.lora_A.weight": torch.ones(3), "b": torch.zeros(2, 2)})],
+        ("dpipe.hub.trained_adapter:_open",),
+        share=4,
+    ),
+    Decoder(
+        "index of a published model's shards",
+        lambda data: read_index(data, "index.json"),
+        (CheckpointError,),
+        _text('{"metadata": {}, "weight_map": {"a.weight": "model-1.safetensors"}}'),
+        ("dpipe.hub.index:read_index",),
+    ),
+    Decoder(
+        "line of a log",
+        lambda data: log_line(data.decode(errors="replace")),
+        (),
+        _text(
+            '{"time": "2026-11-23T12:00:00.000+00:00", "message": "x"}',
+            "2026-11-23 12:00:00,000 rank 0 x",
+        ),
+        ("dpipe.watch.folder:log_line",),
+    ),
+    Decoder(
+        "config.json of a published model",
+        of_file("config.json", _hub_configuration),
+        (ConfigError,),
+        partial(_hub_file, "config.json"),
+        ("dpipe.hub.source:config",),
+        share=4,
+    ),
+    Decoder(
+        "tokenizer_config.json of a published model",
+        _hub_words,
+        (ConfigError, DataError),
+        as_bytes(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "[SEP]",
+                "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            }
+        ),
+        ("dpipe.hub.words:_loaded",),
+        share=4,
+    ),
+    Decoder(
+        "published model in GGUF",
+        of_file("model.gguf", _gguf),
+        (CheckpointError, ConfigError),
+        _gguf_of_a_model,
+        (
+            "dpipe.hub.gguf_header:_number",
+            "dpipe.hub.gguf_header:check",
+            "dpipe.hub.tensors:__init__",
+        ),
+        share=4,
+    ),
+    Decoder(
         "corpus.json of the token cache",
         partial(_cached, "corpus.json"),
         (),
@@ -904,13 +1285,15 @@ FILES = [
     ),
 ]
 
-DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
+DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *KEEPER, *ELASTIC, *FILES]
 
 # Functions that parse data from this machine or this process.
 OWN = {
+    "dpipe.measure.tcp_info:_int": "what the kernel says of a socket",
+    "dpipe.measure.tcp_info:counts": "what the kernel says of a socket",
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",
     "dpipe.data.corpus:_bigram_bits": "counts the bytes of a text",
-    "dpipe.plan.launcher_costs:from_text": "what the launcher of a rank, its parent, has counted",
+    "dpipe.keeper.copies:pack": "the numbers of this process, which it has just written",
     "dpipe.report.rows:take": "what rank 0, a child of this process, has written to a pipe",
 }

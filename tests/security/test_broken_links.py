@@ -19,9 +19,9 @@ import pytest
 import torch
 from fakes.broken_path import BrokenPath
 
-from dpipe.errors import JoinError, PeerLost, TransferError
+from dpipe.errors import JoinError, PeerLost, TransferError, TransferTimeout
 from dpipe.session import greeting
-from dpipe.session.frames import Frames
+from dpipe.session.frames import ByteFrames
 from dpipe.session.session import LinkSession
 from dpipe.session.stream import SocketStream
 from dpipe.transport.grpc import GrpcTransport
@@ -151,15 +151,19 @@ def test_path_that_swallows_what_it_acknowledges_is_left_for_another(kind: Kind)
         assert path.num_connections == 2
 
 
+@both_kinds
 @pytest.mark.parametrize("sender", [0, 1])
-def test_path_that_loses_large_packets_is_dialled_in_smaller_segments(sender: int) -> None:
+def test_path_that_loses_large_packets_is_dialled_in_smaller_segments(
+    kind: Kind, sender: int
+) -> None:
     """The path MTU fell in mid-run: 300 s of silence, until timeouts.transfer."""
-    with linked(heartbeat_s=4.0) as (*ends, path):
+    with linked(kind, heartbeat_s=4.0) as (*ends, path):
         stream_both_ways(*ends, 3)
         path.mtu = 1300
         ends[sender].send(numbered(7), 1 - sender, "x")
         assert torch.equal(ends[1 - sender].recv(LARGE, sender, "x").wait(), numbered(7))
         assert ends[0]._links[1].connections[0].segment == 1200
+        stream_both_ways(*ends, 3)
 
 
 @both_kinds
@@ -278,9 +282,43 @@ def test_link_with_certificates_goes_on_after_resets(authority) -> None:
 def test_acknowledgement_of_what_was_not_sent_breaks_the_link() -> None:
     here, there = socket.socketpair()
     session = LinkSession(8.0)
-    session.attach(Frames(SocketStream(here)), 0, 0)
+    session.attach(ByteFrames(SocketStream(here)), 0, 0)
     there.sendall(struct.pack(">IQ", 1, 5) + b"x")
     with there, pytest.raises(TransferError, match="it says that 5 bytes have arrived, of 0"):
         session.read(memoryview(bytearray(1)))
     session.close()
     session.release()
+
+
+@both_kinds
+def test_what_a_peer_never_acknowledges_is_bounded(kind: Kind) -> None:
+    """It takes every byte and acknowledges none: each was kept, until there was no memory."""
+    with linked(kind, buffer_bytes=1, transfer_timeout_s=2.0) as (first, second, _):
+        theirs = second._links[0].connections[0].session
+        ours = first._links[1].connections[0].session
+        frames = theirs._frames
+        assert frames is not None
+        write = frames.write
+        frames.write = lambda received, pieces: write(0, pieces)
+        sends = [first.send(numbered(i), 1, str(i)) for i in range(6)]
+        for i in range(2):  # and goes on below the bound
+            assert torch.equal(second.recv(LARGE, 0, str(i)).wait(), numbered(i))
+        for i in range(2, 6):
+            second.recv(LARGE, 0, str(i))
+        for send in sends[:2]:
+            send.wait()
+        with pytest.raises(TransferTimeout, match="has waited 2 s to hand over 2 to rank 1"):
+            sends[2].wait()
+        assert 16 << 20 <= ours._written - ours._acknowledged < 18 << 20
+
+
+def test_path_that_loses_the_smallest_segments_too_is_given_up_in_words_over_grpc() -> None:
+    """Connections opened, moved nothing and broke, one after the other, until timeouts.transfer."""
+    with linked(GrpcTransport, heartbeat_s=2.0) as (first, second, path):
+        stream_both_ways(first, second, 3)
+        path.mtu = 500
+        first.send(numbered(7), 1, "x")
+        given_up = "the path may lose large packets|no other was opened in 2 s"
+        with pytest.raises(PeerLost, match=given_up):
+            first.recv(LARGE, 1, "y").wait()
+        assert path.num_connections > 2

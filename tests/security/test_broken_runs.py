@@ -5,7 +5,6 @@ the lost rank.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from fakes.broken_path import BrokenPath
 from support.small_job import small_toml
+from support.warm_python import program_of
 
 from dpipe.config.load import Config, load
 from dpipe.coordinator.client import Coordinator
@@ -103,7 +103,7 @@ Start = Callable[..., list[subprocess.Popen[str]]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, warm_python: str) -> Iterator[Start]:
     """Starts both ranks of a run in `tmp_path`, as processes."""
     (tmp_path / "text.txt").write_text("All that is known of the fox is that it is quick. " * 100)
     started: list[subprocess.Popen[str]] = []
@@ -120,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.write_text(text)
         where = f"127.0.0.1:{free_port()}"
         for rank in range(2):
-            words = [sys.executable, "-m", "dpipe", "train", job.name, "--rank", str(rank)]
+            words = [warm_python, "-m", "dpipe", "train", job.name, "--rank", str(rank)]
             words += ["--world-size", "2", "--coordinator", where]
             started.append(
                 subprocess.Popen(
@@ -157,21 +157,28 @@ def finish(ranks: list[subprocess.Popen[str]]) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "grpc"])
 def test_process_that_is_stopped_for_a_while_is_waited_for(
-    kind: str, start: Start, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    start: Start,
+    losses: Losses,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warm_python: str,
 ) -> None:
     """A live migration stops a virtual machine for as long as 30 s; 8 s ended the run."""
     ranks = start(kind, "run", steps=40, heartbeat=16.0)
     await_steps(tmp_path / "run", 5)
-    os.kill(ranks[1].pid, signal.SIGSTOP)
+    stopped_pid = program_of(warm_python, ranks[1].pid)
+    os.kill(stopped_pid, signal.SIGSTOP)
     time.sleep(5.0)
     assert all(process.poll() is None for process in ranks)
-    os.kill(ranks[1].pid, signal.SIGCONT)
+    os.kill(stopped_pid, signal.SIGCONT)
     finish(ranks)
     stopped = [row["loss"] for row in read_rows(tmp_path / "run") if "loss" in row]
     monkeypatch.chdir(tmp_path)
     assert stopped == losses(load("run.toml", ("run.folder=undisturbed",)))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("killed", [0, 1])
 def test_dead_process_is_noticed_at_once(killed: int, start: Start, tmp_path: Path) -> None:
     """Independent of timeouts.heartbeat, because its kernel closes its connections."""

@@ -93,6 +93,7 @@ def test_launcher_refuses_before_it_starts_a_rank(tiny: Make, run: Path, tmp_pat
         launch_ranks(str(job), (), num_ranks=None, resume=str(run), fallback=False, say=print)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_command_line_passes_it_to_every_rank(tiny: Make, run: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.json"
     table = tiny(train__seed=1, train__steps=5).model_dump(mode="json", exclude_unset=True)

@@ -196,3 +196,19 @@ def test_fuzzed_index_is_loaded_where_it_is_whole(whole: tuple[Path, dict[str, A
     (folder / STEP / "index.json").write_text(json.dumps(original))
     moments = load(str(folder), lambda name: True).optimizer
     assert moments["layers.0.weight.exp_avg"].tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("name", ["a." * 5000, "\x1b[2J"], ids=["long", "escape"])
+@pytest.mark.parametrize("table", ["weight_map", "optimizer_map"])
+def test_name_of_a_tensor_is_shown_in_part_and_escaped(
+    whole: tuple[Path, dict[str, Any]], table: str, name: str
+) -> None:
+    folder, original = whole
+    index = copy.deepcopy(original)
+    _, file = index[table].popitem()
+    index[table][name] = file
+    (folder / STEP / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is damaged") as refusal:
+        load(str(folder), lambda name: True)
+    assert len(str(refusal.value)) < 1000
+    assert "\x1b" not in str(refusal.value)

@@ -35,7 +35,7 @@ from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
 from dpipe.run.parameter_servers import _beside
 from dpipe.session import greeting, grpc_stream
-from dpipe.session.frames import Frames, Stream
+from dpipe.session.frames import MessageFrames, MessageStream
 from dpipe.store.run_folder import keep_upload
 from dpipe.wire.message import Header
 from dpipe.wire.spec import TensorSpec
@@ -318,7 +318,7 @@ def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> 
     assert re.fullmatch(f"{PUT_OUT}more, with 10001 answers that it has not read.*", reason)
 
 
-class _Swallows(Stream):
+class _Swallows(MessageStream):
     """Takes all bytes, and acknowledges none."""
 
     def write(self, *parts: bytes | memoryview) -> None:
@@ -328,7 +328,7 @@ class _Swallows(Stream):
 def test_rank_that_acknowledges_no_answer_is_put_out() -> None:
     """It read them, and each was kept to be sent again."""
     guest = _Guest(1, "ipv4:127.0.0.1:5", 40.0)
-    guest.line.session.attach(Frames(_Swallows()), 0, 0)
+    guest.line.session.attach(MessageFrames(_Swallows()), 0, 0)
     for _ in range(10_000):
         guest.line.session.write(b"pong", memoryview(b""))
     guest.refuse_deaf()

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import dpipe
+from dpipe.baselines import foreign
 from dpipe.cli.main import main
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
@@ -66,6 +67,7 @@ def invoke(*words: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("command", ["train", "launch", "simulate"])
 def test_command_runs_no_code_of_a_stranger(
     stranger: Callable[..., Path], mark: Path, tmp_path: Path, command: str
@@ -104,6 +106,22 @@ def test_python_asks_for_trust_too(stranger: Callable[..., Path], mark: Path) ->
     assert mark.exists()
 
 
+def test_other_engines_ask_for_trust_too(
+    stranger: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error named a --trust-code that they did not have."""
+    trained: list[Config] = []
+    monkeypatch.setattr(foreign, "train_rank", lambda config, *rest: trained.append(config))
+    monkeypatch.setattr(foreign, "process_info", lambda environment: None)
+    engine = foreign.command("", lambda config: [], lambda *parts: None)
+    refused = CliRunner().invoke(engine, [str(stranger())])
+    assert (refused.exit_code, trained) == (2, [])
+    assert "add --trust-code" in refused.output
+    assert CliRunner().invoke(engine, [str(stranger()), "--trust-code"]).exit_code == 0
+    assert len(trained) == 1
+
+
+@pytest.mark.usefixtures("warm_ranks")
 def test_run_of_a_stranger_is_not_used_without_trust(
     stranger: Callable[..., Path], mark: Path, tmp_path: Path
 ) -> None:

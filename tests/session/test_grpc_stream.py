@@ -81,3 +81,50 @@ def test_close_lets_the_last_message_leave(carried) -> None:
     stream.give_up()
     assert channel.closed
     assert call.cancelled
+
+
+def test_a_fed_stream_is_written_by_the_thread_that_pulls(carried) -> None:
+    """Another thread between a tensor and gRPC's own was woken for each."""
+    stream, _, _ = carried
+    feeders = []
+    nudges = []
+
+    def feed() -> None:
+        feeders.append(threading.get_ident())
+        # More than one message: a thread that waited for itself would wait for ever.
+        stream.write(bytes(1 << 20))
+        if len(feeders) == 2:
+            stream.end()
+
+    stream.feed_by(feed, lambda: nudges.append(None))
+    messages = list(stream.outgoing())
+    assert sum(map(len, messages)) == 2 << 20
+    assert feeders == [threading.get_ident()] * 2
+    assert not nudges
+
+
+@pytest.mark.parametrize("what", ["write", "end", "over"])
+def test_the_feeding_thread_is_nudged_by_what_others_do(carried, what: str) -> None:
+    stream, call, _ = carried
+    waits, nudged = threading.Event(), threading.Event()
+
+    def feed() -> None:
+        waits.set()
+        assert nudged.wait(5)
+        nudged.clear()
+
+    stream.feed_by(feed, nudged.set)
+    messages: list[bytes] = []
+    puller = threading.Thread(target=lambda: messages.extend(stream.outgoing()))
+    puller.start()
+    assert waits.wait(5)
+    if what == "write":
+        stream.write(b"beat")
+        stream.end()
+    elif what == "end":
+        stream.end()
+    else:
+        call.end()
+    puller.join(5)
+    assert not puller.is_alive()
+    assert messages == ([b"beat"] if what == "write" else [])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dpipe.session.dial import smaller
-from dpipe.session.frames import Frames
+from dpipe.session.frames import ByteFrames
 from dpipe.session.session import LinkSession
 from dpipe.session.stream import SocketStream
 
@@ -20,7 +20,7 @@ def attach(ends: Ends) -> None:
     for end, sock, arrived, announced in zip(
         ends, socket.socketpair(), reversed(received), received, strict=True
     ):
-        end.attach(Frames(SocketStream(sock)), arrived, announced)
+        end.attach(ByteFrames(SocketStream(sock)), arrived, announced)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_connection_with_an_outdated_greeting_is_refused(ends: Ends) -> None:
     received(ends[1], 5)
     here, there = socket.socketpair()
     with here, there, pytest.raises(ConnectionError, match="another connection was quicker"):
-        ends[1].attach(Frames(SocketStream(here)), 0, 0)
+        ends[1].attach(ByteFrames(SocketStream(here)), 0, 0)
 
 
 def test_session_that_is_over_takes_no_connection_and_wakes_its_reader(ends: Ends) -> None:
@@ -88,7 +88,7 @@ def test_session_that_is_over_takes_no_connection_and_wakes_its_reader(ends: End
     assert raised == ["enough"]
     here, there = socket.socketpair()
     with here, there, pytest.raises(ConnectionError, match="enough"):
-        ends[0].attach(Frames(SocketStream(here)), 0, 0)
+        ends[0].attach(ByteFrames(SocketStream(here)), 0, 0)
     with pytest.raises(ConnectionError, match="it broke off the link"):
         received(ends[1], 1)
 

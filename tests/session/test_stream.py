@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpipe.session.stream import SocketStream, tune
+from dpipe.errors import ConfigError
+from dpipe.session.stream import SocketStream, set_congestion_control, tune
 
 Streams = tuple[SocketStream, SocketStream]
 
@@ -106,6 +107,22 @@ def test_tuned_socket_sends_at_once_and_notices_a_host_that_is_gone() -> None:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
+
+
+def test_socket_takes_the_congestion_control_that_it_is_told() -> None:
+    with socket.socket() as sock:
+        set_congestion_control(sock, None)
+        set_congestion_control(sock, "reno")  # each Linux has it, and allows it to everybody
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert name.rstrip(b"\0") == b"reno"
+
+
+def test_congestion_control_that_the_host_does_not_have_says_what_to_change() -> None:
+    with (
+        socket.socket() as sock,
+        pytest.raises(ConfigError, match="tcp_allowed_congestion_control"),
+    ):
+        set_congestion_control(sock, "nobody_wrote_it")
 
 
 def test_sockets_take_the_longest_timeouts_of_a_configuration() -> None:

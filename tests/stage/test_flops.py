@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from dpipe.plan.probe import probe
+from dpipe.probe.layer_costs import probe
 from dpipe.stage.bert import bert
 from dpipe.stage.flops import (
     attention_core_flops,

@@ -261,7 +261,7 @@ def _after(number: int, real: Callable[..., Any]) -> Callable[..., Any]:
 POINTS = [
     *(("save_file", "checkpoint", n) for n in (0, 1)),
     *(("digest_of", "storage", n) for n in (0, 1, 2)),
-    *(("_sync", "storage", n) for n in range(9)),
+    *(("sync", "storage", n) for n in range(9)),
     *(("replace", "os", n) for n in (0, 1, 2)),
 ]
 

@@ -3,16 +3,20 @@ import fcntl
 import json
 import logging
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from dpipe.config.load import Config
+from dpipe.config.run import RunConfig
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 from dpipe.run.start import launch_ranks
 from dpipe.store.identity import identity_of
 from dpipe.store.run_folder import (
     absent,
+    changes,
+    chosen_before,
     keep_upload,
     load_configuration,
     logging_to,
@@ -191,3 +195,42 @@ def test_log_without_room_is_silent(deep: Config, capsys: pytest.CaptureFixture[
     with logging_to(folder, 0):
         logging.getLogger("dpipe").info("step 0")
     assert capsys.readouterr() == ("", "")
+
+
+def test_run_keeps_what_auto_took(tiny: Make) -> None:
+    auto = {
+        "pipeline__wire": "auto",
+        "pipeline__wire_allowed": ("none", "int8"),
+        "data_parallel__kind": "local-sgd",
+        "data_parallel__replicas": 2,
+        "data_parallel__inner_steps": "auto",
+    }
+    began = tiny(**auto | {"pipeline__wire": "int8", "data_parallel__inner_steps": 30})
+    save_configuration(open_folder(began, resume=False), began)
+    goes_on = tiny(**auto)
+    assert changes(goes_on) == {}
+    again = chosen_before(goes_on)
+    assert (again.pipeline.wire, again.data_parallel.inner_steps) == ("int8", 30)
+
+
+def test_formats_are_chosen_again_for_other_stages(tiny: Make) -> None:
+    began = tiny(pipeline__wire="int8", pipeline__stages=2, model__num_layers=4)
+    save_configuration(open_folder(began, resume=False), began)
+    goes_on = tiny(pipeline__wire="auto", pipeline__wire_allowed=("none",), model__num_layers=4)
+    assert chosen_before(goes_on).pipeline.wire == "auto"
+
+
+def test_json_log_is_an_object_a_line(tmp_path: Path) -> None:
+    """Whatever is in a message: what collects logs splits them at lines."""
+    (tmp_path / "logs").mkdir()
+    with logging_to(tmp_path, 0, RunConfig(log_format="json")):
+        logging.getLogger("dpipe").info('step %d\nof "%s"', 3, "7")
+        try:
+            raise ValueError("x")
+        except ValueError:
+            logging.getLogger("dpipe").info("failed", exc_info=True)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    first, second = [json.loads(line) for line in lines]
+    assert datetime.fromisoformat(first.pop("time")).utcoffset() == timedelta(0)
+    assert first == {"level": "info", "rank": 0, "message": 'step 3\nof "7"'}
+    assert "ValueError: x" in second["exception"]

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dpipe.dataparallel.base import DataParallel
-from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.optimizers.kinds import OptimizerSettings
 from dpipe.transport.local import LocalHub
 from dpipe.wire.transfer import Links
 
-ADAM = AdamSettings(learning_rate=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+ADAM = OptimizerSettings(learning_rate=0.1, weight_decay=0.1, betas=(0.9, 0.95))
 RATE = 0.1
 
 

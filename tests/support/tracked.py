@@ -1,6 +1,6 @@
 """What torch's own memory tracker sees of a rank's program, on fake tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -57,14 +57,19 @@ def tracked_peak(
         }
         optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages.values()]
         with _tracked(stages, *optimizers) as tracker:
-            program = schedule.programs[rank]
-            # After one micro-batch the optimizer makes its state.
-            first = [action for action in program if action.microbatch == 0]
-            for actions in (first, program):
-                for action in actions:
-                    act(stages[action.stage], action)
-                for optimizer in optimizers:
-                    optimizer.step()
-                for stage in stages.values():
-                    stage.zero_grad()
+            # The optimizer makes its state in its first step.
+            for stage in stages.values():
+                for parameter in stage.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            _step(stages, optimizers)
+            for action in schedule.programs[rank]:
+                act(stages[action.stage], action)
+            _step(stages, optimizers)
             return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def _step(stages: dict[int, Stage], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+    for stage in stages.values():
+        stage.zero_grad()

@@ -51,6 +51,38 @@ def test_rank_of_two_threads_leaves_a_third_core_to_a_message() -> None:
     assert (second.start_us, second.end_us) == pytest.approx((10, 16 + 4 * 4 / 3))
 
 
+def test_group_exchanges_one_thread_at_a_time() -> None:
+    """Two groups of two on two cores. 0F0 alone: 5 us of both cores, 4 us of one, 5 of both. Then
+    1F0 begins: with 0F1 at the same thing four threads share the cores, in an exchange two.
+    """
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    group = replace(cost, exchange_forward_us=(4.0, 4.0), exchanges=(1, 1))
+    two = Host((0, 1), cores=2, threads=2)
+    timeline = simulate_alone(Scenario(forward_only(2, 2), group, NEAR, [two]))
+    assert spans(timeline, Lane.COMPUTE) == lines("""
+        0 compute: 0F0 0-14  0F1 14-38
+        1 compute: 1F0 14-38  1F1 38-52
+    """)
+    # A core each for all: an exchange takes no longer than it does alone.
+    four = replace(two, cores=4)
+    timeline = simulate_alone(Scenario(forward_only(2, 2), group, NEAR, [four]))
+    assert [span.end_us for span in timeline.on(1, Lane.COMPUTE)] == [28, 42]
+
+
+def test_exchange_leaves_a_core_to_the_other_group() -> None:
+    """1F0 takes 18 us of both cores: 9 while 0F1 computes, in 18 us, 4 of which 0F1 exchanges."""
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    exchanging = replace(
+        cost, forward_us=(10.0, 18.0), exchange_forward_us=(4.0, 0.0), exchanges=(1, 0)
+    )
+    two = Host((0, 1), cores=2, threads=2)
+    timeline = simulate_alone(Scenario(forward_only(2, 2), exchanging, NEAR, [two]))
+    # Four threads for 10 us, three for 6, as each then has 2 / 3 of a core, four for 10.
+    assert timeline.on(0, Lane.COMPUTE)[1].end_us == pytest.approx(14 + 10 + 6 + 10)
+    # 5 + 4 + 5 us of 1F0 are done by then.
+    assert timeline.on(1, Lane.COMPUTE)[0].end_us == pytest.approx(14 + 26 + 4)
+
+
 def test_rank_pinned_to_a_core_shares_it_with_its_messages_alone() -> None:
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     hosts = [Host((0,), 1, message_us=3), Host((1,), 1, message_us=3)]

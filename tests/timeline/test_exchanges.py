@@ -13,7 +13,7 @@ from dpipe.schedule.exchange import Exchange, chain, direct, parameter_server
 from dpipe.schedule.generate import generate, gpipe, one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.exchanges import Part, Replicas
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
@@ -325,3 +325,34 @@ def test_replicas_refuse_servers_that_do_not_fit(
     with pytest.raises(ScheduleError) as error:
         Replicas(exchange, servers)
     assert message in str(error.value)
+
+
+def test_parts_that_are_the_stages_take_as_long_as_the_stages() -> None:
+    """Without anything that is alike: the links of one replica are slower."""
+    given_cost = cost(3, 4_000, message_us=100)
+    links = {(rank, other): Link(0.0, 0.5) for rank in range(3) for other in range(3, 6)}
+    slow_back = Network(default=Link(0.0, 1.0), links=links)
+    schedule = lower(one_f_one_b(3, 4), reduce=True)
+    stages = Replicas(direct(2, 2))
+    sizes = zip(given_cost.reduce_bytes, given_cost.reduce_bytes, strict=True)
+    each = [Part((stage, stage), *both) for stage, both in enumerate(sizes)]
+    parts = replace(stages, parts=tuple(each))
+    of_stages = simulate_alone(Scenario(schedule, given_cost, slow_back, replicas=stages))
+    of_parts = simulate_alone(Scenario(schedule, given_cost, slow_back, replicas=parts))
+    assert of_parts == of_stages
+
+
+def test_parts_go_between_whoever_holds_them() -> None:
+    given_cost = cost(2, 4_000)
+    held = [(0, 0), (0, 1), (1, 1)]
+    parts = tuple(Part(stages, 250, 250) for stages in held)
+    replicas = Replicas(direct(2, 1), parts=parts)
+    schedule = lower(one_f_one_b(2, 2), reduce=True)
+    timeline = simulate_alone(Scenario(schedule, given_cost, network(), replicas=replicas))
+    moved = {(span.rank, span.peer) for span in timeline.spans if span.lane is Lane.REDUCE}
+    assert moved == {(0, 2), (2, 0), (0, 3), (3, 0), (1, 3), (3, 1)}
+
+
+def test_part_of_other_replicas_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="held by stages .* is of 3 replicas"):
+        Replicas(direct(3, 1), parts=(Part((0, 1), 1, 1),))

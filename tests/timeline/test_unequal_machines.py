@@ -108,6 +108,18 @@ def test_replicas_compute_at_the_speed_of_their_machines():
     """)
 
 
+def test_replicas_that_are_cut_differently_send_what_their_own_cut_does():
+    large = replace(COST, activation_bytes=(16 * BYTES_PER_US,))
+    timeline = alone(Network(default=LINK), replicas=Replicas(silent(2)), costs=(COST, large))
+    assert spans(timeline, Lane.SEND) == lines("""
+        0 send: 0SEND_F0 10-14
+        1 send: 1SEND_B0 45-49
+        2 send: 0SEND_F0 10-26
+        3 send: 1SEND_B0 57-61
+    """)
+    assert [span.num_bytes for span in timeline.on(2, Lane.SEND)] == [16 * BYTES_PER_US]
+
+
 def test_slowest_replica_sets_the_pace_of_all():
     slow = replace(COST, forward_us=(30, 10), backward_us=(60, 20))
     of = gpipe(2, 1), COST, Network(default=LINK)

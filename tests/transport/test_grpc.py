@@ -4,9 +4,11 @@ test_mesh.py.
 
 import queue
 import struct
+import threading
 
 import grpc
 import pytest
+import torch
 from ends import SCALAR, Make, address, assert_link_works, connect, connect_between
 
 from dpipe.errors import JoinError, PeerLost, TransferError
@@ -14,6 +16,7 @@ from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.mesh import PROTOCOL
 from dpipe.wire.message import Header, framed
 from dpipe.wire.rpc import Security, open_channel, serve, token_metadata
+from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
 METHOD = "/dpipe.wire.v1.Transport/Connect"
@@ -186,3 +189,35 @@ def test_peer_whose_connection_breaks_is_lost_by_name(make: Make) -> None:
         match=r"rank 1 lost rank 0 \(127.0.0.1:1\): the connection broke: .*, and no other was",
     ):
         pending.wait()
+
+
+def test_no_thread_stands_between_a_tensor_and_that_of_grpc(make: Make) -> None:
+    """It was woken for each tensor, and waited for the interpreter behind what computes."""
+    ends = (make(0), make(1))
+    connect(*ends)
+    assert_link_works(*ends)
+    names = [thread.name for thread in threading.enumerate()]
+    assert "dpipe-read-0-1.0" in names
+    assert not any(name.startswith("dpipe-write-") for name in names)
+
+
+def test_stream_that_ends_first_cuts_no_other_short(make: Make) -> None:
+    near, far = make(0, connections=3), make(1, connections=3)
+    connect(near, far)
+    tensor = torch.randn(1 << 20)
+    receiving = near.recv(TensorSpec.of(tensor), 1, "x")
+    held = near._links[1].connections[1].session  # its stripe is read last
+    late = far._links[0].connections[2]  # ends last
+    read, enqueue = held.read, late.enqueue
+    ended = threading.Event()
+
+    def read_late(view: memoryview) -> None:
+        ended.wait(5.0)
+        read(view)
+
+    held.read = read_late
+    late.enqueue = lambda sending: threading.Timer(0.3, enqueue, [sending]).start()
+    far.send(tensor, 0, "x")
+    threading.Timer(0.6, ended.set).start()
+    far.close()
+    assert torch.equal(receiving.wait(), tensor)

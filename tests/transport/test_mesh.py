@@ -6,7 +6,6 @@ Over real sockets, and each test over gRPC and over TCP.
 import random
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -140,9 +139,11 @@ def test_random_bytes_to_the_port_are_refused_and_links_go_on(make: Make) -> Non
     assert_link_works(*ends)
 
 
-def test_killed_peer_is_lost_at_once_and_by_name(make: Make, kind: type[End]) -> None:
+def test_killed_peer_is_lost_at_once_and_by_name(
+    make: Make, kind: type[End], warm_python: str
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, kind.__module__, kind.__name__],
+        [warm_python, "-c", KILLED, kind.__module__, kind.__name__],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -204,6 +205,7 @@ def test_close_leaves_no_thread(make: Make) -> None:
     assert left == set()
 
 
+@pytest.mark.alone
 def test_close_is_bounded_while_the_peer_takes_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,8 @@ from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.network.link import Interface, Link, Network
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
-from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.staging import Staging
 from dpipe.wire.transfer import Moved
 
 MEGABIT = torch.zeros(125_000, dtype=torch.uint8)  # 10 ms at 100 Mbit/s

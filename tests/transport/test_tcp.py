@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 import pytest
 from ends import SCALAR, Make, address, assert_link_works, connect, connect_between
 
-from dpipe.errors import JoinError, PeerLost, TransferError
+from dpipe.errors import ConfigError, JoinError, PeerLost, TransferError
 from dpipe.session import greeting
+from dpipe.session.stream import set_congestion_control
 from dpipe.transport.mesh import PROTOCOL
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.message import Header, framed
@@ -229,3 +230,29 @@ def test_link_over_ipv6_works(make: Make) -> None:
     ends[0].connect(addresses, [1])
     thread.join(5)
     assert_link_works(*ends)
+
+
+def test_both_ends_of_a_link_use_the_configured_congestion_control(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = []
+
+    def spy(sock: socket.socket, name: str | None) -> None:
+        set_congestion_control(sock, name)
+        sockets.append(sock)
+
+    monkeypatch.setattr("dpipe.transport.tcp.set_congestion_control", spy)
+    ends = [make(rank, congestion_control="reno", connections=2) for rank in (0, 1)]
+    connect(*ends)
+    assert_link_works(*ends)
+    names = [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for sock in sockets]
+    # Two listeners, and both ends of two connections and of the link's own.
+    assert len(names) >= 6
+    assert {name.rstrip(b"\0") for name in names} == {b"reno"}
+
+
+def test_congestion_control_that_the_host_lacks_is_refused_before_anybody_is_met(
+    make: Make,
+) -> None:
+    with pytest.raises(ConfigError, match='congestion_control "nobody_wrote_it" cannot be set'):
+        make(0, congestion_control="nobody_wrote_it")

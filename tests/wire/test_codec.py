@@ -5,10 +5,13 @@ from hypothesis import strategies as st
 
 from dpipe.errors import ConfigError
 from dpipe.wire.codec import codec
-from dpipe.wire.format import INT8_BLOCK, wire_bytes
+from dpipe.wire.format import FORMATS, INT8_BLOCK, MessageSize, wire_bytes
 from dpipe.wire.spec import TensorSpec
 
-NAMES = ["none", "bf16", "fp16", "int8"]
+NAMES = [
+    *("none", "bf16", "fp16", "int8", "int6", "int4", "int3", "int2"),
+    *("top16", "rank32", "rank8", "e3m0", "top64"),
+]
 SHAPES = [(), (0,), (3, 0), (1,), (INT8_BLOCK,), (INT8_BLOCK + 1,), (3, 5, 100)]
 INF, NAN = float("inf"), float("nan")
 
@@ -37,7 +40,10 @@ def test_codec_keeps_shape_and_dtype_and_says_what_is_on_the_wire(name, shape, d
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_size_on_the_wire_is_what_the_simulator_counts(name, shape) -> None:
     like = TensorSpec(shape, torch.float32)
-    assert codec(name).wire_spec(like).num_bytes == wire_bytes(name, like.num_bytes // 4)
+    size = MessageSize(((shape, 4),))
+    assert codec(name).wire_spec(like).num_bytes == size.gradient_bytes(name)
+    if FORMATS[name].matrix_bytes is None:
+        assert size.gradient_bytes(name) == wire_bytes(name, like.num_bytes // 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +60,11 @@ def test_encode_makes_a_transposed_tensor_contiguous(name) -> None:
     wire = codec(name).encode(tensor)
     assert wire.is_contiguous()
     assert not wire.requires_grad
-    torch.testing.assert_close(over_the_wire(name, tensor), tensor.detach(), atol=0.02, rtol=0)
+    expected = tensor.detach()
+    atol = {"int6": 1.0, "int4": 1.0, "int3": 1.0, "int2": 1.0, "e3m0": 1.0, "top64": 5.0}
+    torch.testing.assert_close(
+        over_the_wire(name, tensor), expected, atol=atol.get(name, 0.02), rtol=0
+    )
 
 
 def test_none_changes_no_bit() -> None:
@@ -116,5 +126,5 @@ def test_int8_not_finite_block_leaves_the_others_alone() -> None:
 
 
 def test_unknown_codec_is_refused() -> None:
-    with pytest.raises(ConfigError, match="got 'int4'; did you mean \"int8\"?"):
-        codec("int4")
+    with pytest.raises(ConfigError, match="got 'int5'; did you mean \"int"):
+        codec("int5")

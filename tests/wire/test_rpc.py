@@ -138,6 +138,7 @@ def test_token_in_the_clear_is_reported_outside_loopback(
     said = [record.message for record in caplog.records]
     assert len(said) == warns
     assert all("the token goes in clear to" in line for line in said)
+    assert all("the secrets with which connections that broke are dialled" in s for s in said)
     assert "open sesame" not in caplog.text
     caplog.clear()
     open_channel(address, Security()).close()

@@ -39,6 +39,6 @@ def test_prediction_counts_the_bytes_of_a_declared_format(tiny: Callable[..., Co
 
 
 def test_format_is_offered_only_where_it_says_so(tiny: Callable[..., Config]) -> None:
-    offered = '"none", "bf16", "int8", got'
+    offered = '"none", "bf16", "int8", "int6", "int4", "int3", "int2", "e3m0", "top64", got'
     with pytest.raises(ConfigError, match=f"data_parallel.wire must be one of {offered}"):
         tiny(data_parallel__wire="float8")

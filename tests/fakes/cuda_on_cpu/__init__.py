@@ -109,6 +109,12 @@ class Device:
         )  # a ctypes function cannot be hashed, as torch.compile wants
 
 
+def build() -> Path | None:
+    """The library of the stand-in; None where torch is for GPUs."""
+    folder = _torch_folder()
+    return None if _is_for_gpus(folder) else _built(folder)
+
+
 DEVICE: Device | None = None  # while it stands in
 
 
@@ -116,9 +122,9 @@ DEVICE: Device | None = None  # while it stands in
 def pytest_load_initial_conftests() -> None:
     """Before anything imports torch. With a build for GPUs these are left as they are."""
     global DEVICE
-    folder = _torch_folder()
-    if not _is_for_gpus(folder):
-        DEVICE = Device(_built(folder))
+    library = build()
+    if library is not None:
+        DEVICE = Device(library)
         from fakes.cuda_on_cpu import cuda, nccl
 
         cuda.stand_in(DEVICE)

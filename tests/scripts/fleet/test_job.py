@@ -6,7 +6,9 @@ import pytest
 from fleet.hosts import HostsError, load_hosts
 from fleet.job import Job
 
-from dpipe.errors import ConfigError
+from dpipe.config.load import load
+from dpipe.errors import ConfigError, ProfileError
+from dpipe.planner.plan_file import Plan, dump_plan
 
 HOSTS = """
 coordinator_port = 7100
@@ -132,3 +134,82 @@ def test_second_run_is_refused_and_the_first_goes_on(cloud):
     assert done.exit_code == 2
     assert "run first is still going here; scripts/cluster down stops it" in done.output
     assert cloud("status").output.count("running") == 2
+
+
+MACHINES = """
+[default_link]
+delay_ms = 1
+bandwidth_gbps = 1
+[[machine]]
+name = "desk"
+host = "10.0.0.1"
+[[machine]]
+name = "laptop"
+host = "10.0.0.2"
+devices = 2
+"""
+
+
+@pytest.fixture
+def planned_job(tmp_path):
+    """A job on the hosts of MACHINES, with a plan for machines of these names."""
+    path = tmp_path / "job.toml"
+    path.write_text("[model]\nnum_layers = 4\n")
+
+    def make(*seats, machines=MACHINES, pipeline=()):
+        (tmp_path / "machines.toml").write_text(machines)
+        settings = {"pipeline": {"stages": len(seats), **dict(pipeline)}}
+        model = load(path, ()).layers_digest()
+        plan = tmp_path / "plan.toml"
+        plan.write_text(dump_plan(Plan(model, "machines", 1.0, settings, (seats,))))
+        return Job.of(path, (), load_hosts(tmp_path / "machines.toml"), plan=plan)
+
+    return make
+
+
+def test_ranks_start_where_the_plan_places_them(planned_job):
+    job = planned_job("laptop", "desk", "laptop")
+    places = [(rank.host.reached_at, rank.local_rank) for rank in job.ranks]
+    assert places == [("10.0.0.2", 0), ("10.0.0.1", 0), ("10.0.0.2", 1)]
+    assert job.coordinator == "10.0.0.2:7000"
+    assert job.config.pipeline.stages == 3
+    assert "pipeline.stages=3" in job.argv(job.ranks[0])
+
+
+def test_machines_of_the_plan_go_along(planned_job):
+    job = planned_job("laptop", "desk", "laptop")
+    (rank, *_) = job.ranks
+    files = job.spec([rank], "secret")["files"]
+    assert files == {"job.toml": job.text, "machines.toml": MACHINES}
+    *_, last = [word for word in job.argv(rank) if word.startswith("predict.machines")]
+    assert last == f'predict.machines="../cluster/{job.name}/machines.toml"'
+
+
+def test_links_that_are_missing_are_named_before_anything_starts(planned_job):
+    _, without_links = MACHINES.split("bandwidth_gbps = 1\n")
+    with pytest.raises(ProfileError, match="desk"):
+        planned_job("laptop", "desk", machines=without_links)
+
+
+def test_plan_for_other_hosts_is_refused_with_the_difference(planned_job):
+    with pytest.raises(
+        HostsError, match=r"machines that .*machines.toml has not: cloud \(it has desk, laptop\)"
+    ):
+        planned_job("desk", "cloud")
+
+
+def test_plan_with_more_ranks_than_a_host_has_slots_is_refused(planned_job):
+    with pytest.raises(HostsError, match="2 ranks on desk, which has slots = 1 in .*; raise it"):
+        planned_job("desk", "desk")
+
+
+def test_plan_for_hosts_that_have_no_other_name_goes_by_their_addresses(planned_job):
+    hosts = '[[host]]\naddress = "10.0.0.1"\n[[host]]\naddress = "10.0.0.2"\nmachine = "b"\n'
+    job = planned_job("b", "10.0.0.1", machines=hosts)
+    assert [rank.host.address for rank in job.ranks] == ["10.0.0.2", "10.0.0.1"]
+
+
+def test_rank_0_is_not_planned_onto_a_host_that_cannot_be_reached(planned_job):
+    hosts = '[[host]]\naddress = "a"\n[[host]]\naddress = "b"\nadvertise = "none"\n'
+    with pytest.raises(HostsError, match='the plan starts rank 0 on b, .* advertise = "none"'):
+        planned_job("b", "a", machines=hosts)

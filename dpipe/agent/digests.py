@@ -1,0 +1,29 @@
+"""What ranks say of the copies that others keep of their layers: see `elastic.messages.Vouched`."""
+
+from collections.abc import Collection, Mapping
+
+_STEPS_KEPT = 8  # a run goes back to the newest that all hold, or the one before
+
+
+class Digests:
+    """By step and layer, SHA-256 as those said it who trained the layer: replicas may differ."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, dict[int, set[str]]] = {}
+
+    def take(self, step: int, own: Collection[int], digests: Mapping[int, str]) -> None:
+        """Of a rank that trains the layers `own`: of others it knows no more than anybody."""
+        by_layer = self._by_step.setdefault(step, {})
+        for layer in set(own).intersection(digests):
+            by_layer.setdefault(layer, set()).add(digests[layer])
+        while len(self._by_step) > _STEPS_KEPT:
+            del self._by_step[min(self._by_step)]
+
+    def resumed_at(self, step: int) -> dict[int, list[str]]:
+        """Of the state that the run goes on from; those of steps that are made again are
+        forgotten.
+        """
+        for later in [other for other in self._by_step if other > step]:
+            del self._by_step[later]
+        known = self._by_step.get(step, {})
+        return {layer: sorted(digests) for layer, digests in known.items()}

@@ -1,0 +1,22 @@
+"""Published models: transformers' own modules as our layers, their weights in and out. It needs the
+extra `hf`.
+
+extra.py           the way in, for rooms that must not import transformers
+architectures.py   which of transformers' families can be cut, and how their names map to layers
+source.py          where a model lies: a folder, a GGUF file or the hub, with its cache
+index.py           which file holds which tensor
+gguf_header.py     whether a GGUF file is as long as it says
+tensors.py         weights by name, of one layer at a time
+skeleton.py        a whole model without memory, from its config.json alone
+layers.py          parts of it as layers of a pipeline; their attention masks
+adapter.py         LoRA, as peft injects it
+trained_adapter.py one that was trained before
+model.py           the list of layers that the rest of dpipe takes
+words.py           the model's own tokenizer and chat template
+axolotl.py         axolotl's configuration as one of dpipe's
+dataset.py         the rows of a data set on the hub
+export.py          a run as a folder that transformers or peft opens
+
+To add a family: one entry in architectures.py, and a tiny configuration in
+tests/hub/published.py, with which the tests compare every gradient with transformers' own.
+"""

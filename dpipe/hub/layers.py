@@ -1,0 +1,148 @@
+"""Parts of a transformers model as layers of a pipeline.
+
+    tokens_BT ──HubEmbedding──> x_BTD ──HubBlock──> ... ──> x_BTD ──HubHead──> logits_BTV
+
+With several samples in a sequence, `positions_BT` go from layer to layer beside x: each sample
+begins at position 0, and no position attends to another sample (4 bytes a token on the wire).
+
+B batch · T position · D width · V vocabulary · Q query · K key
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+Placed = tuple[torch.Tensor, torch.Tensor]  # x_BTD, positions_BT
+
+
+class Context:
+    """What a block needs of the whole model besides its own modules.
+
+    Not a module: a rotary embedding's frequencies must stay in fp32 when parameters do not.
+    """
+
+    def __init__(
+        self, config: Any, rotary: nn.Module | None, kind: str | None, window: int | None
+    ) -> None:
+        """`kind` is the layer's in `layer_types`, for a rotary embedding that depends on it."""
+        self._config = config
+        self._rotary = rotary
+        self._kind = kind
+        self._window = window
+
+    def of(self, x_BTD: torch.Tensor, positions_BT: torch.Tensor | None) -> dict[str, Any]:
+        """The arguments that transformers' own model would give to the block."""
+        mask = None
+        if positions_BT is None:
+            positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
+            mask = self._mask(x_BTD)
+        else:
+            positions = positions_BT.long()
+            mask = self._mask_of_samples(x_BTD, positions)
+        arguments = {"attention_mask": mask, "position_ids": positions}
+        if self._rotary is not None:
+            # It is no part of a module that moves with its stage.
+            if x_BTD.is_cuda:
+                self._rotary.to(x_BTD.device)
+            by_kind = () if self._kind is None else (self._kind,)
+            arguments["position_embeddings"] = self._rotary(x_BTD, positions, *by_kind)
+        return arguments
+
+    def _mask(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
+        # Made as transformers makes it: None where its attention is causal by itself, and faster.
+        make = create_causal_mask if self._window is None else create_sliding_window_causal_mask
+        mask: torch.Tensor | None = make(
+            config=self._config, inputs_embeds=x_BTD, attention_mask=None, past_key_values=None
+        )
+        return mask
+
+    def _mask_of_samples(self, x_BTD: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
+        samples_BT = (positions_BT == 0).cumsum(1)
+        same_BQK = samples_BT[:, :, None] == samples_BT[:, None, :]
+        # Within a sample a later token has a higher position.
+        distance_BQK = positions_BT[:, :, None] - positions_BT[:, None, :]
+        seen_BQK = same_BQK & (distance_BQK >= 0)
+        if self._window is not None:
+            seen_BQK &= distance_BQK < self._window
+        seen = seen_BQK[:, None]  # for all heads
+        if self._config._attn_implementation == "sdpa":
+            return seen
+        # Other implementations add the mask to their scores.
+        zeros = torch.zeros(seen.shape, dtype=x_BTD.dtype, device=x_BTD.device)
+        return zeros.masked_fill(~seen, torch.finfo(x_BTD.dtype).min)
+
+
+class HubEmbedding(nn.Module):
+    """Of tokens, and of learned positions if the model has them."""
+
+    def __init__(
+        self, modules: dict[str, nn.Module], tokens: str, positions: str | None, dropout: str | None
+    ) -> None:
+        super().__init__()
+        # Under their own names, by which a checkpoint has them.
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self._tokens = tokens
+        self._positions = positions
+        self._dropout = dropout
+        self.draws = draws_numbers(self)
+
+    def forward(
+        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None = None
+    ) -> torch.Tensor | Placed:
+        x_BTD = self.get_submodule(self._tokens)(tokens_BT)
+        if self._positions is not None:
+            positions = positions_BT
+            if positions is None:
+                positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
+            x_BTD = x_BTD + self.get_submodule(self._positions)(positions.long())
+        if self._dropout is not None:
+            x_BTD = self.get_submodule(self._dropout)(x_BTD)
+        return x_BTD if positions_BT is None else (x_BTD, positions_BT)
+
+
+class HubBlock(nn.Module):
+    """One decoder layer, as transformers has it."""
+
+    def __init__(self, block: nn.Module, context: Context, *, draws: bool) -> None:
+        super().__init__()
+        self.block = block
+        self._context = context
+        self.draws = draws or draws_numbers(self)
+
+    def forward(
+        self, x_BTD: torch.Tensor, positions_BT: torch.Tensor | None = None
+    ) -> torch.Tensor | Placed:
+        arguments = self._context.of(x_BTD, positions_BT)
+        # Without a cache: it would keep the keys of one micro-batch for the next.
+        x_BTD = self.block(x_BTD, past_key_values=None, use_cache=False, **arguments)
+        return x_BTD if positions_BT is None else (x_BTD, positions_BT)
+
+
+class HubHead(nn.Module):
+    """The last norm, and the logits, with the soft cap of those that have one."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, soft_cap: float | None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.lm_head = lm_head
+        self._soft_cap = soft_cap
+        self.draws = draws_numbers(self)
+
+    def forward(
+        self, x_BTD: torch.Tensor, positions_BT: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits_BTV: torch.Tensor = self.lm_head(self.norm(x_BTD))
+        if self._soft_cap is None:
+            return logits_BTV
+        # Before the loss, as Gemma 2 was trained.
+        return torch.tanh(logits_BTV / self._soft_cap) * self._soft_cap
+
+
+def draws_numbers(module: nn.Module) -> bool:
+    """Whether a forward pass in training draws random numbers."""
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())

@@ -1,0 +1,133 @@
+"""A published model as the list of layers that the rest of dpipe takes."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpipe.config.load import Config
+from dpipe.hub.adapter import add_adapter, initialise_adapter
+from dpipe.hub.skeleton import Skeleton, skeleton_of
+from dpipe.hub.source import ModelSource, find_source
+from dpipe.hub.tensors import Weights, fill_from, open_weights
+from dpipe.hub.trained_adapter import check_adapter, fill_adapter
+from dpipe.passes.seeding import seeded
+from dpipe.stage.model import LayeredModel, freeze
+
+_IGNORED = -100  # the target of a token that is not learned
+
+
+def layered_model(config: Config) -> LayeredModel:
+    """The model that `model.hf` names, with the adapter. Only its configuration is read until a
+    layer is materialised.
+
+    Raises `ConfigError`; materialising a layer raises `CheckpointError`.
+    """
+    source = source_of(config)
+    skeleton = adapted_skeleton(config, source)
+    factories: list[Callable[[], nn.Module]] = []
+    for index in range(skeleton.num_layers):
+        factories.append(partial(_layer, skeleton, index))
+    learns_all = config.adapter.kind == "none"
+    tokens = skeleton.architecture.tokens
+    # Opened when the first layer is filled: a prediction needs none.
+    weights = cache(partial(open_weights, source, skeleton))
+    return LayeredModel(
+        tuple(factories),
+        _loss(config),
+        tied=(f"{tokens}.weight", "lm_head.weight") if learns_all and skeleton.is_tied else None,
+        fill=partial(_fill, weights, skeleton, config.adapter.start),
+        frozen=_frozen(skeleton),
+        alike=skeleton.alike,
+    )
+
+
+def _frozen(skeleton: Skeleton) -> int:
+    """How many layers are in front of the first that learns."""
+    for index in range(skeleton.num_layers):
+        if any(parameter.requires_grad for parameter in skeleton.parameters(index)):
+            return index
+    return 0
+
+
+@cache
+def source_of_name(name: str, revision: str | None) -> ModelSource:
+    return find_source(name, revision)
+
+
+def source_of(config: Config) -> ModelSource:
+    """Raises `ConfigError` where model.hf names nothing that is here."""
+    assert config.model.hf is not None
+    return source_of_name(config.model.hf, config.model.revision)
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """Of a model on the hub, which every rank must read alike; None of a folder or a file."""
+    return source_of_name(name, revision).commit
+
+
+def adapted_skeleton(config: Config, source: ModelSource) -> Skeleton:
+    published = source.config()
+    # Under its lock: meanwhile transformers lets no module of the process draw its first values,
+    # and other threads may be making layers.
+    with seeded("skeleton"):
+        skeleton = skeleton_of(published)
+        add_adapter(skeleton, config.adapter)
+    if config.adapter.start is not None:
+        check_adapter(Path(config.adapter.start), config.adapter, skeleton)
+    return skeleton
+
+
+def _layer(skeleton: Skeleton, index: int) -> nn.Module:
+    layer = skeleton.layer(index)
+    freeze(layer)
+    return layer
+
+
+def _fill(
+    weights: Callable[[], Weights],
+    skeleton: Skeleton,
+    start: str | None,
+    index: int,
+    layer: nn.Module,
+) -> None:
+    fill_from(weights(), skeleton, index, layer, torch.float32)
+    # An empty module of peft's costs its import.
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        initialise_adapter(layer)
+        if start is not None:
+            fill_adapter(Path(start), skeleton, index, layer)
+
+
+def _loss(config: Config) -> Callable[..., torch.Tensor]:
+    if not config.data.has_samples:
+        return text_loss
+    parts = config.train.num_microbatches * config.data_parallel.replicas
+    return partial(sample_loss, num_parts=parts)
+
+
+def text_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Cross entropy in nats, the mean over all tokens."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def sample_loss(
+    logits_BTV: torch.Tensor,  # noqa: N803
+    targets: torch.Tensor,
+    *,
+    num_parts: int,
+) -> torch.Tensor:
+    """Cross entropy of a micro-batch's learned tokens, as its share of the mean over all of the
+    batch: the mean of the `num_parts` micro-batches is the mean over tokens.
+
+    `targets` are [B, T + 1]: the last column has the number of learned tokens in the whole batch.
+    """
+    count = targets[0, -1]
+    flat = targets[:, :-1].flatten()
+    total = F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), flat, ignore_index=_IGNORED, reduction="sum"
+    )
+    return total * num_parts / count

@@ -1,0 +1,11 @@
+"""Copies of layers' states in memory: kept by a process that outlives an epoch, and served.
+
+copies.py    a layer's state at a step, in the format of checkpoints, as bytes with a digest
+messages.py  what is asked of a keeper over a connection, and its schemas
+keeper.py    `Keeper`: what one process holds, its bounds, and its port
+server.py    who may ask, and the answers
+client.py    fetching copies from a keeper, and sending them
+
+To add a request: a shape in messages.py, a case in server.py, a method in client.py. What a keeper
+decides about it, such as what it has no room for, is keeper.py's.
+"""

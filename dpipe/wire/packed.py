@@ -1,0 +1,52 @@
+"""`PackedCodec`: a codec that writes the values of a tensor down together, as bytes.
+
+tensor --> flat [N] --pack--> bytes ===> bytes --unpack--> flat [N] --> tensor
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dpipe.wire.spec import TensorSpec
+
+
+class PackedCodec(ABC):
+    """Tensors that are not floating-point are sent unchanged."""
+
+    @abstractmethod
+    def num_bytes(self, num_values: int) -> int:
+        """On the wire, of so many values."""
+
+    @abstractmethod
+    def pack(self, flat: Tensor) -> Tensor:
+        """Values [N] as uint8 [`num_bytes`]."""
+
+    @abstractmethod
+    def unpack(self, wire: Tensor, num_values: int) -> Tensor:
+        """Values [N], of which the first `num_values` are those that were packed."""
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor.contiguous()
+        return self.pack(tensor.detach().reshape(-1))
+
+    def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
+        if not like.dtype.is_floating_point:
+            return wire
+        flat = self.unpack(wire, like.num_values).view(-1)
+        values = flat[: like.num_values]
+        return values.view(like.shape).to(like.dtype)
+
+    def wire_spec(self, like: TensorSpec) -> TensorSpec:
+        if not like.dtype.is_floating_point:
+            return like
+        size = self.num_bytes(like.num_values)
+        return TensorSpec((size,), torch.uint8)
+
+
+def blocks_of(flat: Tensor, size: int) -> Tensor:
+    """[blocks, `size`]; the last block is filled up with zeros."""
+    missing = -flat.numel() % size
+    return pad(flat, (0, missing)).view(-1, size)

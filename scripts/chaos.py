@@ -1,0 +1,550 @@
+"""Kills, pauses and replaces the machines of an elastic run, each a process, and compares it with a
+run that nothing happened to.
+
+    scripts/chaos job.toml --kill-every 60 --minutes 15 --seed 1
+    scripts/chaos job.toml --network netem/profiles/10ms-1gbps.toml     each machine a host of a lab
+    scripts/chaos job.toml --guarding 20      what copies cost: 20 turns with them, 20 without
+    scripts/chaos --simulate 100000 --seed 1      clusters on a virtual clock instead: no job
+
+    undisturbed   dpipe launch, or the same without faults   losses, parameters, seconds
+    disturbed     dpipe coordinate, a dpipe join a rank      the same, to the last bit?
+                  and a spare; a fault every so often
+
+Faults, by the seed: a machine is killed (and a new one joins), a machine is stopped for a while,
+the coordinator is killed and started again; in a lab also: a machine's cable is cut for a while.
+Exits with 1 where a bit differs.
+"""
+
+import hashlib
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import click
+from forked import END_S, Forked, import_dpipe
+
+from dpipe.cli.options import MAX_WAIT_S, NumberRange
+from dpipe.config.load import load
+from dpipe.engine.update import Verdict
+from dpipe.epoch.guard import Guard
+from dpipe.errors import CheckpointError
+from dpipe.processes.launch import free_port
+from dpipe.store import checkpoint
+from netem import lab as labs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAUSES_S = (5.0, 20.0, 60.0)
+CUTS_S = PAUSES_S
+FAULTS = ("kill", "pause", "coordinator")
+CUT = "cut"
+LOOK_S = 0.05
+
+
+@dataclass
+class Progress:
+    """What the metrics of a run said while it went on."""
+
+    path: Path
+    first_at: float | None = None  # when the first step was there
+    newest_at: float = 0.0
+    newest: int = -1
+    best: int = -1
+    num_repeated: int = 0
+    _size: int = -1
+
+    def look(self) -> None:
+        size = self.path.stat().st_size if self.path.exists() else -1
+        if size == self._size:
+            return
+        self._size = size
+        newest = max(values_of(self.path, "loss"), default=-1)
+        now = time.monotonic()
+        if newest >= 0 and self.first_at is None:
+            self.first_at = now
+        # It goes back where an epoch began at an earlier step.
+        self.num_repeated += max(0, self.newest - newest)
+        if newest > self.best:
+            self.best = newest
+            self.newest_at = now
+        self.newest = newest
+
+    @property
+    def seconds(self) -> float:
+        """From the first step to the last."""
+        return 0.0 if self.first_at is None else self.newest_at - self.first_at
+
+
+@dataclass
+class Fault:
+    kind: str
+    what: str
+    at: float
+    step: int  # the newest then
+    still_s: float | None = None  # the longest time to a new step, from then to the next fault
+
+
+Process = Forked | subprocess.Popen[bytes]
+
+
+@dataclass
+class Machines:
+    """The processes of a run: on this machine, or each on a host of `lab`, the coordinator on the
+    first.
+    """
+
+    folder: Path
+    address: str
+    overrides: list[str]
+    job: str
+    environ: dict[str, str]
+    lab: labs.Lab | None = None
+    coordinator: Process | None = None
+    running: dict[str, Process] = field(default_factory=dict)
+    paused: dict[str, float] = field(default_factory=dict)  # until when
+    cut: dict[str, float] = field(default_factory=dict)
+    hosts: dict[str, int] = field(default_factory=dict)
+    num_joined: int = 0
+
+    def coordinate(self) -> None:
+        argv = ["coordinate", self.job, *self.overrides, "--bind", self.address]
+        self.coordinator = self._start("coordinator", argv, 0)
+
+    def join(self) -> str:
+        name = f"m{self.num_joined}"
+        self.num_joined += 1
+        taken = set(self.hosts.values())
+        host = next(number for number in range(1, len(taken) + 2) if number not in taken)
+        self.hosts[name] = host
+        self.running[name] = self._start(name, ["join", self.address, "--name", name], host)
+        return name
+
+    def kill(self, name: str) -> None:
+        process = self.running.pop(name)
+        process.kill()
+        process.wait()
+        if name in self.cut:
+            self.mend(name)
+        del self.hosts[name]
+
+    def cut_off(self, name: str, seconds: float) -> None:
+        assert self.lab is not None
+        labs.cut(self.lab, self.hosts[name])
+        self.cut[name] = time.monotonic() + seconds
+
+    def mend(self, name: str) -> None:
+        assert self.lab is not None
+        del self.cut[name]
+        labs.mend(self.lab, self.hosts[name])
+
+    def pause(self, name: str, seconds: float) -> None:
+        self.running[name].send_signal(signal.SIGSTOP)
+        self.paused[name] = time.monotonic() + seconds
+
+    def wake(self) -> None:
+        for name in [name for name, until in self.paused.items() if time.monotonic() > until]:
+            del self.paused[name]
+            if name in self.running:
+                self.running[name].send_signal(signal.SIGCONT)
+        for name in [name for name, until in self.cut.items() if time.monotonic() > until]:
+            self.mend(name)
+
+    def awake(self) -> list[str]:
+        return [
+            name
+            for name, process in self.running.items()
+            if name not in {*self.paused, *self.cut} and process.poll() is None
+        ]
+
+    def _start(self, name: str, argv: Sequence[str], host: int) -> Process:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            if self.lab is None:
+                return Forked(argv, self.environ, log.fileno())
+            command = self.lab.hosts[host].enter([sys.executable, "-m", "dpipe", *argv])
+            return subprocess.Popen(command, env=self.environ, stdout=log, stderr=subprocess.STDOUT)
+
+    def end(self) -> None:
+        processes = [*self.running.values()]
+        if self.coordinator is not None:
+            processes.append(self.coordinator)
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + END_S
+        for process in processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def values_of(path: Path, name: str) -> dict[int, float]:
+    """By step. A line may still be written to."""
+    values = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if name in row:
+                values[row["step"]] = row[name]
+    return values
+
+
+def digest_of(url: str) -> str:
+    """Of parameters and the optimizer's state in the newest checkpoint."""
+    loaded = checkpoint.load(url, lambda name: True)
+    total = hashlib.sha256(str(loaded.step).encode())
+    for named in (loaded.tensors, loaded.optimizer):
+        for name in sorted(named):
+            total.update(name.encode())
+            total.update(named[name].numpy().tobytes())
+    return total.hexdigest()
+
+
+def undisturbed(job: str, overrides: Sequence[str], environ: dict[str, str]) -> Progress:
+    """Raises `SystemExit` where the job does not run at all."""
+    folder = Path(load(job, [text for text in overrides if text != "-o"]).run.folder)
+    progress = Progress(folder / "metrics.jsonl")
+    with (folder.parent / "undisturbed.log").open("ab") as log:
+        process = Forked(["launch", job, *overrides], environ, log.fileno())
+    try:
+        while process.poll() is None:
+            progress.look()
+            time.sleep(LOOK_S)
+    finally:
+        process.terminate()
+        process.wait()
+    progress.look()
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return progress
+
+
+def strike(machines: Machines, draw: random.Random, kinds: Sequence[str]) -> tuple[str, str]:
+    """One fault; says of which kind, and what it is."""
+    kind = draw.choice(kinds)
+    awake = machines.awake()
+    if kind == "coordinator" or not awake:
+        assert machines.coordinator is not None
+        machines.coordinator.kill()
+        machines.coordinator.wait()
+        machines.coordinate()
+        return "coordinator", "the coordinator is killed and started again"
+    name = draw.choice(sorted(awake))
+    if kind == CUT:
+        seconds = draw.choice(CUTS_S)
+        machines.cut_off(name, seconds)
+        return f"{kind} of {seconds:g} s", f"{name} is cut off for {seconds:g} s"
+    if kind == "pause":
+        seconds = draw.choice(PAUSES_S)
+        machines.pause(name, seconds)
+        return f"{kind} of {seconds:g} s", f"{name} is stopped for {seconds:g} s"
+    machines.kill(name)
+    return kind, f"{name} is killed, {machines.join()} joins"
+
+
+def disturb(
+    machines: Machines,
+    progress: Progress,
+    draw: random.Random,
+    kinds: Sequence[str],
+    every_s: float,
+    minutes: float,
+) -> list[Fault]:
+    """Until the coordinator says that the run is over."""
+    faults: list[Fault] = []
+    next_at: float | None = None
+    last_at = 0.0
+    newest_at = 0.0
+    there_at = time.monotonic()  # when there was a machine
+    while machines.coordinator is not None and machines.coordinator.poll() is None:
+        progress.look()
+        machines.wake()
+        now = time.monotonic()
+        if faults and progress.newest_at > newest_at:
+            # Not only to the first one: a step that was under way may still be made.
+            fault = faults[-1]
+            still_s = progress.newest_at - max(fault.at, newest_at)
+            fault.still_s = max(fault.still_s or 0.0, still_s)
+        newest_at = progress.newest_at
+        if next_at is None and progress.newest >= 0:
+            next_at = now + every_s * draw.uniform(0.5, 1.5)
+            last_at = now + 60 * minutes
+        if kinds and next_at is not None and next_at <= now <= last_at:
+            faults.append(Fault(*strike(machines, draw, kinds), now, progress.best))
+            click.echo(f"  step {progress.best}: {faults[-1].what}")
+            next_at = now + every_s * draw.uniform(0.5, 1.5)
+        if any(process.poll() is None for process in machines.running.values()):
+            there_at = now
+        elif now - there_at > END_S:
+            click.echo(f"no machine is left: see {machines.folder}/*.log")
+            break
+        time.sleep(LOOK_S)
+    progress.look()
+    return faults
+
+
+@contextmanager
+def machines_of(
+    job: str,
+    overrides: list[str],
+    folder: Path,
+    num: int,
+    environ: dict[str, str],
+    lab: labs.Lab | None = None,
+) -> Iterator[Machines]:
+    address = "127.0.0.1" if lab is None else lab.addresses[0]
+    machines = Machines(folder, f"{address}:{free_port()}", overrides, job, environ, lab)
+    try:
+        machines.coordinate()
+        for _ in range(num):
+            machines.join()
+        yield machines
+    finally:
+        machines.end()
+
+
+@contextmanager
+def lab_of(network: Path | None, num_hosts: int) -> Iterator[labs.Lab | None]:
+    if network is None:
+        yield None
+        return
+    name = f"chaos{os.getpid()}"
+    try:
+        yield labs.up(name, num_hosts, network)
+    finally:
+        labs.down(name)
+
+
+def undisturbed_in(
+    lab: labs.Lab, job: str, options: list[str], folder: Path, num: int, environ: dict[str, str]
+) -> Progress:
+    """The same on the hosts of a lab. Raises `SystemExit` where the run fails."""
+    progress = Progress(folder / "undisturbed" / "metrics.jsonl")
+    (folder / "calm").mkdir()
+    with machines_of(job, options, folder / "calm", num, environ, lab) as machines:
+        disturb(machines, progress, random.Random(0), (), 0.0, 0.0)
+        assert machines.coordinator is not None
+        code = machines.coordinator.wait()
+    if code:
+        raise SystemExit(code)
+    return progress
+
+
+def options_of(folder: Path, overrides: Sequence[str]) -> dict[str, list[str]]:
+    """What each of the two runs adds to its command line."""
+    options = {}
+    for name in ("undisturbed", "disturbed"):
+        texts = (*overrides, f'run.folder="{folder / name}"', "run.log_every=1")
+        options[name] = [part for text in texts for part in ("-o", text)]
+    return options
+
+
+def report(faults: Sequence[Fault], calm: Progress, rough: Progress) -> None:
+    for fault in faults:
+        still = "no new step before the next fault"
+        if fault.still_s is not None:
+            still = f"{fault.still_s:6.1f} s to a step"
+        click.echo(f"{still} after step {fault.step}: {fault.what}")
+    by_kind: dict[str, list[float]] = {}
+    for fault in faults:
+        if fault.still_s is not None:
+            by_kind.setdefault(fault.kind, []).append(fault.still_s)
+    for kind, stills in sorted(by_kind.items()):
+        click.echo(
+            f"{kind}: {len(stills)} times, {median(stills):.1f} s to a step in the median, "
+            f"{max(stills):.1f} s at most"
+        )
+    goodput = 100 * calm.seconds / rough.seconds if rough.seconds else 0.0
+    click.echo(
+        f"{len(faults)} faults in {rough.seconds:.0f} s; {rough.num_repeated} steps repeated; "
+        f"goodput {goodput:.1f} % of the undisturbed {calm.seconds:.0f} s"
+    )
+
+
+def simulate(num_seeds: int, first: int) -> None:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from simulated.faults import simulate as simulate_one
+
+    began_at = time.monotonic()
+    for number in range(first, first + num_seeds):
+        try:
+            simulate_one(number)
+        except BaseException:
+            click.echo(f"seed {number}: scripts/chaos --simulate 1 --seed {number}")
+            raise
+    click.echo(f"{num_seeds} seeds from {first} in {time.monotonic() - began_at:.0f} s: all well")
+
+
+def compare(folder: Path, names: Iterable[str], calm: Progress, rough: Progress) -> bool:
+    """Says whether losses and parameters of the two runs are the same; whether both are."""
+    same_losses = values_of(calm.path, "loss") == values_of(rough.path, "loss")
+    same_end = False
+    with suppress(CheckpointError):
+        digests = {digest_of(str(folder / name / "checkpoints")) for name in names}
+        same_end = len(digests) == 1
+    click.echo(f"losses {'equal in every bit' if same_losses else 'DIFFER'}")
+    click.echo(f"parameters {'equal in every bit' if same_end else 'DIFFER'}")
+    return same_losses and same_end
+
+
+def end_as_by_ctrl_c() -> None:
+    """Where this process is told to end: it leaves no other behind."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def guard_in_turns(block: int) -> None:
+    """From here on, processes that are forked take copies in every other block of steps alone."""
+    after_step = Guard.after_step
+
+    def in_turns(guard: Guard, next_step: int, verdict: Verdict | None) -> None:
+        if next_step // block % 2 == 0:
+            after_step(guard, next_step, verdict)
+
+    Guard.after_step = in_turns  # type: ignore[method-assign]
+
+
+def measure_guarding(job: str, overrides: list[str], folder: Path, num: int, turns: int) -> None:
+    """One run without faults: the time of steps in blocks with copies and in those without."""
+    config = load(job, [text for text in overrides if text != "-o"])
+    block = config.train.steps // (2 * turns)
+    if block < 2:
+        raise click.UsageError(f"train.steps must be {4 * turns} or more for {turns} turns")
+    guard_in_turns(block)
+    progress = Progress(Path(config.run.folder) / "metrics.jsonl")
+    with machines_of(job, overrides, folder, num, with_token()) as machines:
+        disturb(machines, progress, random.Random(0), (), 0.0, 0.0)
+    ratios = []
+    seconds = values_of(progress.path, "step_s")
+    # The first pair has what only a first step does.
+    for turn in range(1, turns):
+        middle = (2 * turn + 1) * block
+        # Sums: what a copy costs, it costs in few of the steps.
+        guarded_s = sum(seconds[step] for step in range(middle - block, middle))
+        bare_s = sum(seconds[step] for step in range(middle, middle + block))
+        ratios.append(guarded_s / bare_s - 1)
+    ratios.sort()
+    low = 100 * ratios[len(ratios) // 4]
+    high = 100 * ratios[-1 - len(ratios) // 4]
+    click.echo(
+        f"{block} steps with copies take {100 * median(ratios):+.2f} % of the time of {block} "
+        f"without: the median of {len(ratios)} turns, half of which lie between {low:+.2f} and "
+        f"{high:+.2f} %"
+    )
+
+
+def with_token() -> dict[str, str]:
+    """The environment, with a token for the machines."""
+    token = os.environ.get("DPIPE_TOKEN") or secrets.token_hex(16)
+    return {**os.environ, "DPIPE_TOKEN": token}
+
+
+_POSITIVE = NumberRange(min=0, min_open=True, max=MAX_WAIT_S)
+
+
+def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
+    if network is None and CUT in kinds:
+        raise click.UsageError("links are cut in a lab alone: give --network")
+    return kinds or (FAULTS if network is None else (*FAULTS, CUT))
+
+
+@click.command()
+@click.argument("job", required=False, type=click.Path(exists=True))
+@click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
+@click.option(
+    "--kill-every", "every_s", type=_POSITIVE, default=60.0, show_default=True, help="Seconds."
+)
+@click.option(
+    "--minutes", type=_POSITIVE, default=15.0, show_default=True, help="Of faults, after step 0."
+)
+@click.option(
+    "--network",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A profile: each machine is a host of a lab with such links (needs root).",
+)
+@click.option(
+    "--spares",
+    type=click.IntRange(0, 1000),
+    default=1,
+    show_default=True,
+    help="Machines beyond the ranks.",
+)
+@click.option(
+    "--fault",
+    "kinds",
+    multiple=True,
+    type=click.Choice([*FAULTS, CUT]),
+    help="Only such; may be given several times.",
+)
+@click.option("--seed", default=1, show_default=True, help="Of the faults.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path("chaos"),
+    show_default=True,
+    help="A new one, for the runs and the logs of all processes.",
+)
+@click.option(
+    "--guarding",
+    "turns",
+    type=click.IntRange(min=2),
+    help="Turns with copies and without: no faults.",
+)
+@click.option(
+    "--simulate",
+    "num_seeds",
+    type=click.IntRange(min=1),
+    help="Clusters on a virtual clock to run.",
+)
+def main(
+    job: str | None,
+    overrides: tuple[str, ...],
+    every_s: float,
+    minutes: float,
+    network: Path | None,
+    spares: int,
+    seed: int,
+    kinds: tuple[str, ...],
+    folder: Path,
+    turns: int | None,
+    num_seeds: int | None,
+) -> None:
+    """Kill and pause the machines of an elastic run, and compare it with an undisturbed one."""
+    if num_seeds is not None:
+        return simulate(num_seeds, seed)
+    if job is None:
+        raise click.UsageError("give a job, or --simulate")
+    kinds = kinds_of(kinds, network)
+    end_as_by_ctrl_c()
+    import_dpipe()
+    folder.mkdir(parents=True)
+    environ = with_token()
+    folders = options_of(folder, overrides)
+    num = load(job, overrides).world_size + spares
+    if turns is not None:
+        return measure_guarding(job, folders["undisturbed"], folder, num, turns)
+    draw = random.Random(seed)
+    rough = Progress(folder / "disturbed" / "metrics.jsonl")
+    with lab_of(network, 1 + num) as lab:
+        if lab is None:
+            calm = undisturbed(job, folders["undisturbed"], environ)
+        else:
+            calm = undisturbed_in(lab, job, folders["undisturbed"], folder, num, environ)
+        click.echo(f"undisturbed: {calm.best + 1} steps in {calm.seconds:.0f} s; now with faults")
+        with machines_of(job, folders["disturbed"], folder, num, environ, lab) as machines:
+            faults = disturb(machines, rough, draw, kinds, every_s, minutes)
+    report(faults, calm, rough)
+    sys.exit(not compare(folder, folders, calm, rough))
+
+
+if __name__ == "__main__":
+    main()

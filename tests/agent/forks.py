@@ -1,0 +1,96 @@
+"""`Forks`: dpipe's commands as processes of an interpreter that has imported it already."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# At a call, not at a time: however fast the machine is, it is the same moment of a run.
+DOOMED = """
+import importlib, os, signal, sys
+
+where, count = sys.argv[1], int(sys.argv[2])
+module, owner, name = where.rsplit(".", 2)
+owner = getattr(importlib.import_module(module), owner)
+inner = getattr(owner, name)
+
+def doomed(*args, **options):
+    global count
+    count -= 1
+    if count == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner(*args, **options)
+
+setattr(owner, name, doomed)
+sys.argv[1:3] = []
+from dpipe.cli.main import main
+main()
+"""
+TESTS = Path(__file__).resolve().parent.parent
+
+
+class Forks:
+    """Commands by name, each with its output in NAME.log. `python` is `warm_python`."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self.folder = folder
+        self._python = python
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *argv: str) -> None:
+        """A `dpipe` command, whose output goes to NAME.log."""
+        self._start(name, "-m", "dpipe", *argv)
+
+    def start_doomed(self, name: str, where: str, count: int, *argv: str) -> None:
+        """The same, in a process that kills itself at the `count`-th call of `where`, such as
+        "dpipe.stage.stage.Stage.forward".
+        """
+        self._start(name, "-c", DOOMED, where, str(count), *argv)
+
+    def has_ended(self, name: str) -> bool:
+        return self._processes[name].poll() is not None
+
+    def _start(self, name: str, *argv: str) -> None:
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(TESTS.parent),
+            "OMP_NUM_THREADS": "1",
+            "DPIPE_TOKEN": "secret",
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [self._python, *argv],
+                cwd=self.folder,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        process = self._processes[name]
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            process.wait(20)
+
+    def exit_code(self, name: str, timeout_s: float = 60.0) -> int:
+        process = self._processes[name]
+        self.wait_until(lambda: process.poll() is not None, f"{name} to end", timeout_s)
+        return process.wait()
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            logs = "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self._processes)
+            assert time.monotonic() < deadline, f"waited for {what}\n{logs}"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for name in self._processes:
+            self.kill(name)

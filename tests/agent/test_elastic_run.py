@@ -1,0 +1,206 @@
+"""Elastic runs in real processes: whatever is killed, the losses are those of a run that nothing
+happened to, in every bit.
+"""
+
+import json
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from agent.forks import Forks
+from support.small_job import TEXT, small_toml
+
+from dpipe.agent import inquiry
+from dpipe.config.load import Config
+from dpipe.elastic.journal import NAME
+from dpipe.processes.launch import free_port
+from dpipe.report.metrics import read_rows
+from dpipe.store import checkpoint
+from dpipe.wire.rpc import Security
+
+STEPS = 150  # that a run on a fast machine has not ended before the last of its faults
+PHASES_STEPS = 50  # where the last machine joins once all others have gone
+
+
+@pytest.fixture
+def forks(tmp_path: Path, warm_python: str) -> Iterator[Forks]:
+    (tmp_path / "text.txt").write_text(TEXT)
+    text = small_toml(
+        train={"steps": STEPS, "learning_rate": 1e-2},
+        pipeline={"stages": 4},
+        guard={"every": 5},
+        timeouts={"transfer": 60, "heartbeat": 30},
+    )
+    (tmp_path / "job.toml").write_text(text)
+    forks = Forks(tmp_path, warm_python)
+    yield forks
+    forks.close()
+
+
+def step(forks: Forks) -> int:
+    """The newest in the run's metrics."""
+    folder = forks.folder / "runs" / "run"
+    rows = read_rows(folder) if (folder / "metrics.jsonl").exists() else []
+    return max((row["step"] for row in rows), default=-1)
+
+
+def losses_of(forks: Forks) -> list[tuple[int, float]]:
+    rows = read_rows(forks.folder / "runs" / "run")
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def epochs(forks: Forks) -> list[tuple[int, int]]:
+    """The step at which each resumed, and how many ranks it has."""
+    database = sqlite3.connect(forks.folder / "runs" / "run" / NAME, timeout=10)
+    try:
+        rows = database.execute("SELECT resume_step, seats FROM epochs ORDER BY number")
+        return [(step, len(json.loads(seats))) for step, seats in rows]
+    finally:
+        database.close()
+
+
+def seats(port: int) -> list[str]:
+    """By rank, who has it."""
+    status = inquiry.status(f"127.0.0.1:{port}", Security("secret"))
+    by_rank = {agent.rank: agent.name for agent in status.agents}
+    by_rank.pop(None, None)
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    losses: list[float]
+    end: checkpoint.Loaded
+
+
+@pytest.fixture
+def undisturbed(tiny: Callable[..., Config], losses: Callable[..., list[float]]) -> Undisturbed:
+    """The same job on one rank, in this process."""
+    config = tiny(train__steps=STEPS, pipeline__stages=1)
+    return Undisturbed(losses(config), end_of(Path(config.run.folder)))
+
+
+def end_of(folder: Path) -> checkpoint.Loaded:
+    """The newest checkpoint of a run, whole."""
+    return checkpoint.load(str(folder / "checkpoints"), lambda name: True)
+
+
+def assert_same_bits(ours: checkpoint.Loaded, theirs: checkpoint.Loaded) -> None:
+    """Parameters, and the optimizer's state."""
+    assert ours.step == theirs.step
+    for named, others in ((ours.tensors, theirs.tensors), (ours.optimizer, theirs.optimizer)):
+        assert named.keys() == others.keys()
+        assert all(torch.equal(named[name], others[name]) for name in named)
+
+
+def test_run_outlives_its_machines_and_its_coordinator(
+    forks: Forks, undisturbed: Undisturbed
+) -> None:
+    """Four ranks and a spare. A rank is killed, then the coordinator; a rank is asked to leave
+    while another machine joins; a rank is killed for which there is no other.
+    """
+    port = free_port()
+    coordinate = ("coordinate", "job.toml", "--bind", f"127.0.0.1:{port}", "--patience", "1")
+    forks.start("coordinator", *coordinate)
+    for number in range(5):
+        forks.start(f"m{number}", "join", f"127.0.0.1:{port}", "--name", f"m{number}")
+    forks.wait_until(lambda: step(forks) >= 7, "some steps")
+
+    seated = seats(port)
+    forks.kill(seated[1])
+    killed_at = step(forks)
+    forks.wait_until(lambda: step(forks) >= killed_at + 5, "steps without the one that was killed")
+
+    forks.kill("coordinator")
+    forks.start("coordinator", *coordinate)
+    killed_at = step(forks)
+    forks.wait_until(lambda: step(forks) >= killed_at + 5, "steps with another coordinator")
+
+    forks.start("m5", "join", f"127.0.0.1:{port}", "--name", "m5")
+    forks.kill(seated[2], signal.SIGTERM)
+    assert forks.exit_code(seated[2]) == 0
+    forks.wait_until(lambda: epochs(forks)[-1][1] == 4, "the newcomer to have a rank")
+
+    last = seats(port)[3]
+    forks.kill(last)
+    forks.wait_until(lambda: epochs(forks)[-1][1] == 3, "a run of three ranks")
+    assert forks.exit_code("coordinator") == 0
+    for number in range(6):
+        name = f"m{number}"
+        if name not in (seated[1], last):
+            assert forks.exit_code(name) == 0
+    assert [ranks for _, ranks in epochs(forks)] == [4, 4, 4, 4, 3]
+    assert losses_of(forks) == list(enumerate(undisturbed.losses))
+    assert_same_bits(end_of(forks.folder / "runs" / "run"), undisturbed.end)
+
+
+def test_second_loss_comes_while_two_neighbours_are_being_replaced(
+    forks: Forks, undisturbed: Undisturbed
+) -> None:
+    """And a rank that is stopped for a while is waited for."""
+    port = free_port()
+    forks.start("coordinator", "coordinate", "job.toml", "--bind", f"127.0.0.1:{port}")
+    for number in range(7):
+        forks.start(f"m{number}", "join", f"127.0.0.1:{port}", "--name", f"m{number}")
+    forks.wait_until(lambda: step(forks) >= 7, "some steps")
+    first = seats(port)
+    for neighbour in first[1:3]:
+        forks.kill(neighbour)
+    forks.wait_until(lambda: len(epochs(forks)) == 2, "another epoch")
+    (newcomer, *_) = set(seats(port)) - set(first)
+    forks.kill(newcomer)
+    forks.wait_until(lambda: len(epochs(forks)) == 3, "a third epoch")
+
+    begun_at = epochs(forks)[-1][0]
+    forks.wait_until(lambda: step(forks) >= begun_at + 3, "steps after both losses")
+    paused = seats(port)[0]
+    forks.kill(paused, signal.SIGSTOP)
+    time.sleep(2.0)
+    forks.kill(paused, signal.SIGCONT)
+    assert forks.exit_code("coordinator") == 0
+    assert [ranks for _, ranks in epochs(forks)] == [4, 4, 4]
+    assert losses_of(forks) == list(enumerate(undisturbed.losses))
+    assert_same_bits(end_of(forks.folder / "runs" / "run"), undisturbed.end)
+
+
+PHASES = {
+    "joining": ("dpipe.transport.sessions.SessionMesh.prepare", 1),
+    "first step": ("dpipe.stage.stage.Stage.forward", 3),
+    "mid-step": ("dpipe.stage.stage.Stage.backward", 10),
+    "vote": ("dpipe.engine.update.Update.vote", 3),
+    "optimizer": ("dpipe.dataparallel.optimizer.Optimizer.step", 3),
+    "evaluation": ("dpipe.stage.stage.Stage.evaluate", 1),
+    "checkpoint": ("dpipe.store.storage.Storage.write", 1),
+}
+
+
+def test_machine_is_killed_in_every_phase(
+    forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
+) -> None:
+    """Two ranks; one machine stays, all others kill themselves, each in a phase of its own."""
+    steps = f"train.steps={PHASES_STEPS}"
+    keys = (steps, "train.eval_every=3", "train.eval_batches=1", "run.checkpoint_every=4")
+    url = f'run.checkpoint_url="{forks.folder}/elastic"'
+    options = [word for key in (*keys, "pipeline.stages=2", url) for word in ("-o", key)]
+    port = free_port()
+    forks.start("coordinator", "coordinate", "job.toml", *options, "--bind", f"127.0.0.1:{port}")
+    join = ("join", f"127.0.0.1:{port}", "--name")
+    forks.start("stays", *join, "stays")
+    for phase, (where, count) in PHASES.items():
+        forks.start_doomed(phase, where, count, *join, phase)
+    forks.wait_until(lambda: all(map(forks.has_ended, PHASES)), "all to be killed", 120)
+    forks.start("last", *join, "last")
+    assert forks.exit_code("coordinator") == 0
+    assert [forks.exit_code(phase) for phase in PHASES] == [-signal.SIGKILL] * len(PHASES)
+    whole = tiny(
+        train__steps=PHASES_STEPS,
+        train__eval_every=3,
+        train__eval_batches=1,
+        run__checkpoint_every=4,
+    )
+    assert losses_of(forks) == list(enumerate(losses(whole)))

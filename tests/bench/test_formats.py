@@ -1,0 +1,23 @@
+import torch
+
+from dpipe.bench import formats
+from dpipe.bench.formats import measure_format, names_to_compare
+from dpipe.report.pace import silent
+
+
+def test_options_are_compared_with_the_formats_they_go_with() -> None:
+    names = names_to_compare()
+    assert {"none", "bf16", "int8", "int4", "int4+hadamard", "int8+feedback"} < set(names)
+    assert not {"int8+hadamard", "none+feedback"} & set(names)
+
+
+def test_row_has_bits_errors_and_rates(monkeypatch) -> None:
+    monkeypatch.setattr(formats, "_SHAPE", (64, 1024))
+    num_threads = torch.get_num_threads()
+    plain = measure_format("int4", silent())
+    rotated = measure_format("int4+hadamard", silent())
+    assert plain["bits a value"] == rotated["bits a value"] == 4.5
+    assert rotated["with outliers"] < 0.9 * plain["with outliers"]
+    assert plain["encode, GB/s"] > 0
+    assert plain["decode, GB/s"] > 0
+    assert torch.get_num_threads() == num_threads

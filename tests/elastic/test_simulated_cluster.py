@@ -1,0 +1,123 @@
+"""Elastic runs of whole clusters on a virtual clock, under seeded faults (tests/simulated), and
+that the simulation finds what it is there to find: a policy that is wrong in one point.
+"""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from simulated.faults import simulate
+from simulated.truth import BrokenPromise
+
+from dpipe.elastic.attendance import Attendance
+from dpipe.elastic.lineage import Lineage
+from dpipe.elastic.rendezvous import Rendezvous
+
+CHUNKS = 4
+SEEDS = 1000 // CHUNKS
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_run_survives_everything_and_has_one_truth(chunk: int) -> None:
+    for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):
+        simulate(seed)
+
+
+def test_seed_gives_the_same_run_each_time() -> None:
+    for seed in range(20):
+        assert simulate(seed).notes == simulate(seed).notes
+
+
+def test_seeds_reach_what_can_happen() -> None:
+    """Else the faults have become too gentle, and the test above proves little."""
+    runs = [simulate(seed) for seed in range(200)]
+    stories = ["\n".join(run.notes) for run in runs]
+    assert sum(len(run.truth.epochs) > 2 for run in runs) > 20
+    assert sum(run.truth.num_repeated > 0 for run in runs) > 20
+    assert sum(run.truth.num_repeated == 0 and len(run.truth.epochs) > 1 for run in runs) > 20
+    for what in ("no sign of life", "its process ended", "leaves within", "coordinator is killed"):
+        assert sum(what in story for story in stories) > 10, what
+
+
+def simulate_all(rendezvous: type[Rendezvous]) -> None:
+    for seed in range(1000):
+        simulate(seed, rendezvous)
+
+
+class AwaitsNobody(Rendezvous):
+    """Begins the next epoch before it knows what all hold."""
+
+    def _end(self, reason: str, now: float) -> None:
+        super()._end(reason, now)
+        self._awaited.clear()
+        self._asked.clear()
+
+
+class ForgetsEpochs(Rendezvous):
+    """Counts epochs from the start again after a restart of the coordinator."""
+
+    def __init__(self, settings, cluster, past, now) -> None:
+        super().__init__(settings, cluster, past, now)
+        self._lineage = Lineage()
+
+
+class CountsDroppedSteps(Rendezvous):
+    """Counts what an epoch reports that others have dropped since."""
+
+    def committed(self, agent_id: str, epoch: int, step: int, now: float) -> None:
+        super().committed(agent_id, self.epoch, step, now)
+
+
+class NeverLosesAnybody(Rendezvous):
+    """Waits for the silent for ever."""
+
+    def tick(self, now: float) -> None:
+        for agent in self.agents.values():
+            agent.heard_at = now
+        super().tick(now)
+
+
+class LeavesTheLostAlone(Rendezvous):
+    """Does not hang up, so that whoever was only slow never joins again."""
+
+    def _lose(self, agent_id: str, why: str, now: float) -> None:
+        self._cluster.hang_up = lambda agent: None
+        super()._lose(agent_id, why, now)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        AwaitsNobody,
+        ForgetsEpochs,
+        CountsDroppedSteps,
+        NeverLosesAnybody,
+        LeavesTheLostAlone,
+    ],
+)
+def test_simulation_finds_a_wrong_policy(mutant: type[Rendezvous]) -> None:
+    with pytest.raises(BrokenPromise):
+        simulate_all(mutant)
+
+
+def drops_nothing(self: Lineage, epoch: int) -> float:
+    return math.inf
+
+
+def works_on(self: Attendance) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("place", "mutant"),
+    [
+        ("dpipe.elastic.lineage.Lineage.newest_valid", drops_nothing),
+        ("dpipe.elastic.attendance.Attendance._stop_work", works_on),
+    ],
+)
+def test_simulation_finds_a_wrong_part(
+    place: str, mutant: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, mutant)
+    with pytest.raises(BrokenPromise):
+        simulate_all(Rendezvous)

@@ -1,0 +1,334 @@
+"""Epochs in one process: begun, ended at any moment, begun again, with the losses of one run."""
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from epoch.cluster import RUN, Cluster, Epoch
+
+from dpipe.config.load import Config
+from dpipe.dataparallel.optimizer import Optimizer
+from dpipe.engine.update import Update
+from dpipe.epoch.assignment import ASSIGNMENT
+from dpipe.report.metrics import read_rows
+from dpipe.stage.stage import Stage
+from dpipe.store import checkpoint
+from dpipe.store.run_folder import checkpoint_url
+from dpipe.store.storage import Storage
+from dpipe.transport.sessions import SessionMesh
+
+FIRST_EPOCHS = 3
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+
+
+@pytest.fixture
+def cluster(tiny: Make, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """`cluster(num_agents, **keys of the configuration)`."""
+    made: list[Cluster] = []
+
+    def make(num_agents: int = 2, **keys: Any) -> Cluster:
+        url = str(tmp_path / "elastic")
+        config = tiny(
+            pipeline__stages=2, train__steps=8, guard__every=2, run__checkpoint_url=url
+        ).with_(**keys)
+        made.append(Cluster(config, num_agents))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def undisturbed(losses: Losses, tiny: Make, tmp_path: Path) -> Callable[[Config], dict[int, float]]:
+    """The losses of the same job in one piece, by step; then parameters are compared."""
+
+    def run(config: Config) -> dict[int, float]:
+        whole = config.with_(run__folder=str(tmp_path / "whole"), run__checkpoint_url=None)
+        losses(whole)
+        rows = read_rows(Path(whole.run.folder))
+        ours = checkpoint.load(checkpoint_url(whole), lambda name: True)
+        theirs = checkpoint.load(checkpoint_url(config), lambda name: True)
+        assert (ours.step, ours.state["num_updates"]) == (theirs.step, theirs.state["num_updates"])
+        for named, others in ((ours.tensors, theirs.tensors), (ours.optimizer, theirs.optimizer)):
+            assert named.keys() == others.keys()
+            assert all(torch.equal(named[name], others[name]) for name in named)
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+    return run
+
+
+def test_epoch_is_a_run(cluster: Callable[..., Cluster], undisturbed: Any) -> None:
+    one = cluster()
+    ends = one.begin([0, 1]).join()
+    assert [(end.outcome, end.reason, end.last_committed) for end in ends] == [
+        ("finished", "", 8)
+    ] * 2
+    assert one.losses == undisturbed(one.config)
+
+
+def test_aborted_epoch_goes_on_from_its_own_last_step(
+    cluster: Callable[..., Cluster], undisturbed: Any
+) -> None:
+    one = cluster()
+    epoch = one.begin([0, 1])
+    one.on_step = lambda agent, step: epoch.abort() if step == 5 else None
+    ends = epoch.join()
+    assert {end.outcome for end in ends} == {"aborted"}
+    # The other may see the end of this one before its own.
+    assert ends[0].reason == "a machine is gone"
+    assert one.newest_held() in (4, 5)
+    one.on_step = lambda agent, step: None
+    assert {end.outcome for end in one.begin([1, 0]).join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+
+
+class Strike:
+    """Aborts the epoch under way at a call of `owner.name`, the `count`-th from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.count = 0
+        self.at: float | None = None
+        self.epoch: Epoch | None = None
+        inner = getattr(owner, name)
+
+        def struck(*args: Any, **options: Any) -> Any:
+            self.count -= 1
+            if self.count == 0:
+                # Not by this thread: it may be the one that is to be woken.
+                threading.Thread(target=self._strike).start()
+            return inner(*args, **options)
+
+        monkeypatch.setattr(owner, name, struck)
+
+    def _strike(self) -> None:
+        self.at = time.monotonic()
+        assert self.epoch is not None
+        self.epoch.abort()
+
+
+def test_run_aborted_in_every_phase_is_that_of_nobody(
+    cluster: Callable[..., Cluster], undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One phase an epoch, each a little later in the run; the seed says how far into the phase."""
+    draw = random.Random(1)
+    one = cluster(
+        train__steps=12, train__eval_every=3, train__eval_batches=1, run__checkpoint_every=4
+    )
+    strikes = {
+        "joining": (Strike(monkeypatch, SessionMesh, "prepare"), 2),
+        "first step": (Strike(monkeypatch, Stage, "forward"), 4),
+        "mid-step": (Strike(monkeypatch, Stage, "backward"), 20),
+        "vote": (Strike(monkeypatch, Update, "vote"), 6),
+        "optimizer": (Strike(monkeypatch, Optimizer, "step"), 6),
+        "evaluation": (Strike(monkeypatch, Stage, "evaluate"), 3),
+        "checkpoint": (Strike(monkeypatch, Storage, "write"), 3),
+    }
+    ended_s = {}
+    for phase, (strike, most) in strikes.items():
+        strike.count = draw.randint(1, most)
+        epoch = one.begin([0, 1])
+        strike.epoch = epoch
+        ends = epoch.join()
+        assert {end.outcome for end in ends} == {"aborted"}, (phase, ends)
+        assert strike.at is not None
+        ended_s[phase] = time.monotonic() - strike.at
+        held = one.newest_held()
+    assert held is not None
+    assert held >= 4, "it has come so far by itself"
+    assert {end.outcome for end in one.begin([0, 1]).join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+    # Long before any deadline; a second on a machine that does nothing else.
+    assert max(ended_s.values()) < 30, ended_s
+
+
+def test_stage_whose_machine_is_gone_is_taken_from_its_guard(
+    cluster: Callable[..., Cluster], undisturbed: Any
+) -> None:
+    one = cluster(num_agents=3)
+    epoch = one.begin([0, 1])
+    one.on_step = lambda agent, step: epoch.abort() if step == 7 else None
+    assert {end.outcome for end in epoch.join()} == {"aborted"}
+    one.on_step = lambda agent, step: None
+    one.keepers[1].close()
+    held = one.newest_held()
+    assert held in (2, 4, 6), "a guarded step"
+    epoch = one.begin([0, 2])
+    assert {end.outcome for end in epoch.join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+
+
+def test_all_leave_after_the_same_step_and_others_go_on(
+    cluster: Callable[..., Cluster], undisturbed: Any
+) -> None:
+    one = cluster(num_agents=4)
+    epoch = one.begin([0, 1])
+    one.on_step = lambda agent, step: (
+        epoch.controls[agent].stop() if (agent, step) == (1, 3) else None
+    )
+    ends = epoch.join()
+    assert [end.outcome for end in ends] == ["left", "left"]
+    assert ends[0].last_committed == ends[1].last_committed == one.newest_held()
+    one.on_step = lambda agent, step: None
+    assert {end.outcome for end in one.begin([3, 2]).join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+
+
+def test_epochs_leave_nothing_behind(cluster: Callable[..., Cluster]) -> None:
+    """One more of anything an epoch would show: all later ones have at most what the first had."""
+    one = cluster(train__steps=1000)
+    counts: list[tuple[int, int]] = []
+    memory = []
+    for number in range(FIRST_EPOCHS + 5):
+        epoch = one.begin([0, 1])
+        start = one.newest_held() or 0
+        one.on_step = lambda agent, step, epoch=epoch, start=start: (
+            epoch.abort() if step == start + 1 else None
+        )
+        assert {end.outcome for end in epoch.join()} == {"aborted"}
+        # The first ones import modules and open what stays.
+        firsts = zip(*counts[:FIRST_EPOCHS], strict=True)
+        most = [max(kind) for kind in firsts] if number >= FIRST_EPOCHS else None
+        counts.append(_left_behind(most))
+        memory.append(psutil.Process().memory_info().rss)
+        assert all(len(keeper.held()) <= 5 for keeper in one.keepers)
+    threads, files = zip(*counts, strict=True)
+    assert max(threads[FIRST_EPOCHS:]) <= max(threads[:FIRST_EPOCHS])
+    assert max(files[FIRST_EPOCHS:]) <= max(files[:FIRST_EPOCHS])
+    assert memory[-1] - memory[FIRST_EPOCHS] < 8 << 20
+
+
+def _left_behind(most: list[int] | None) -> tuple[int, int]:
+    """Threads and files, once they are at most `most`: a thread that was told to end may wait for a
+    core first.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        found = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+        settled = most is None or all(now <= then for now, then in zip(found, most, strict=True))
+        if settled or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor_parallel__size": 2}, "keeps each layer whole on a rank"),
+        ({"pipeline__split": "measured"}, "cut before anything is measured"),
+        ({"pipeline__wire": "int4+feedback"}, "does not send the same twice"),
+    ],
+)
+def test_job_that_no_epoch_can_run_is_refused(
+    keys: dict[str, Any], message: str, cluster: Callable[..., Cluster]
+) -> None:
+    one = cluster()
+    config = one.config.with_(**keys)
+    agents = [0] if "pipeline__split" in keys else [0, 1]
+    if config.world_size != len(agents):
+        config = config.with_(pipeline__stages=1)
+    (end, *_) = one.begin(agents, config=config).join()
+    assert end.outcome == "failed"
+    assert message in end.reason
+
+
+def test_assigned_ranks_must_be_those_of_the_job(cluster: Callable[..., Cluster]) -> None:
+    (end,) = cluster().begin([0]).join()
+    assert (end.outcome, end.last_committed) == ("failed", None)
+    assert end.reason == "the job needs 2 ranks, and 1 were assigned"
+
+
+def test_epoch_that_was_aborted_before_it_began_meets_nobody(
+    cluster: Callable[..., Cluster],
+) -> None:
+    one = cluster()
+    epoch = one.begin([0, 1], prepare=lambda control: control.abort("too late"))
+    assert [(end.outcome, end.reason) for end in epoch.join()] == [("aborted", "too late")] * 2
+
+
+def test_rank_that_waits_for_others_to_join_can_be_aborted(
+    cluster: Callable[..., Cluster],
+) -> None:
+    one = cluster()
+    epoch = one.begin([0, 1], absent=[1])
+    time.sleep(1.0)
+    began_at = time.monotonic()
+    epoch.abort("they never came")
+    (end,) = epoch.join()
+    assert (end.outcome, "they never came" in end.reason) == ("aborted", True)
+    assert time.monotonic() - began_at < 10, "not after timeouts.join"
+
+
+def test_rank_that_looks_for_its_coordinator_can_be_aborted(
+    cluster: Callable[..., Cluster],
+) -> None:
+    one = cluster()
+    epoch = one.begin([0, 1], absent=[1], coordinator="127.0.0.1:1")
+    time.sleep(1.0)
+    epoch.abort("it is gone")
+    (end,) = epoch.join()
+    assert (end.outcome, end.reason) == ("aborted", "it is gone")
+
+
+def test_layer_that_nobody_holds_aborts_the_epoch_of_its_rank(
+    cluster: Callable[..., Cluster],
+) -> None:
+    one = cluster()
+    (end,) = one.begin([0, 1], absent=[1], resume_step=4).join()
+    assert end.outcome == "aborted"
+    assert end.reason == "layer 0 before step 4 cannot be fetched: nobody holds it"
+
+
+def test_epoch_goes_on_from_a_checkpoint(cluster: Callable[..., Cluster], undisturbed: Any) -> None:
+    one = cluster(run__checkpoint_every=2)
+    epoch = one.begin([0, 1])
+    one.on_step = lambda agent, step: epoch.abort() if step == 5 else None
+    epoch.join()
+    one.on_step = lambda agent, step: None
+    for keeper in one.keepers:
+        keeper.fence(1, newest=-1)
+    epoch = one.begin([0, 1], checkpoint=True)
+    assert {end.outcome for end in epoch.join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+
+
+def test_gradient_that_is_not_finite_would_come_again(cluster: Callable[..., Cluster]) -> None:
+    one = cluster(train__learning_rate=1e30, train__clip_norm=1e30)
+    ends = one.begin([0, 1]).join()
+    assert "failed" in {end.outcome for end in ends}
+    assert any("is not finite" in end.reason for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 2}, "rank 2 of 2"),
+        ({"resume_step": 3, "checkpoint": True}, "not from both"),
+        ({"token": ""}, "token"),
+        ({"guards": ["here"]}, "guards"),
+        ({"start": "1"}, "start"),
+    ],
+)
+def test_assignment_of_another_shape_is_refused(change: dict[str, Any], message: str) -> None:
+    table = {
+        "epoch": 1,
+        "rank": 0,
+        "world_size": 2,
+        "config": {},
+        "coordinator": "127.0.0.1:7000",
+        "token": "secret",
+        "run": RUN,
+        "start": "0" * 16,
+    }
+    assert ASSIGNMENT.read(json.dumps(table).encode()).resume_step is None
+    with pytest.raises(ValueError, match=message):
+        ASSIGNMENT.read(json.dumps(table | change).encode())

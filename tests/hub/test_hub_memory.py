@@ -1,0 +1,40 @@
+"""What stages of a published model hold is measured once for all that are made of the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from dpipe.config.load import build
+from dpipe.plan.run_plan import first_inputs, make_model, stage_runner
+from dpipe.probe import measured
+from dpipe.probe.layer_costs import probe
+
+# peft asks transformers by a name that transformers will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+published = pytest.importorskip("hub.published")
+CUTS = ((1,) * 10, (2, 8))
+
+
+def test_memory_of_many_equal_layers_follows_from_that_of_a_few(tmp_path, monkeypatch):
+    folder = published.save("smollm2", tmp_path / "model", num_hidden_layers=8)
+    config = build(
+        {"model": {"hf": str(folder), "context": 16}, "adapter": {"kind": "lora", "r": 4}}
+    )
+    model = make_model(config)
+    probed = probe(model, first_inputs(config), 0)
+    numbers = []
+    measure = measured.measured
+
+    def counted(runner, layers, inputs):
+        numbers.append(len(layers))
+        return measure(runner, layers, inputs)
+
+    monkeypatch.setattr(measured, "measured", counted)
+    found = []
+    for each in (replace(model, alike=None), model):
+        runner = stage_runner(config, each)
+        found.append([measured.measured_stages(runner, probed, cut) for cut in CUTS])
+    assert found[0] == found[1]
+    # Each layer alone, and 10 in two stages; then one of each kind, and two and three in a row.
+    assert sum(numbers[:12]) == 20
+    assert numbers[12:] == [1, 1, 1, 1, 2, 3, 4]

@@ -1,0 +1,98 @@
+"""A published model with an adapter, trained on chats: whole runs, resumed and exported."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dpipe.config.load import build
+from dpipe.report.trace import load_inputs
+
+published = pytest.importorskip("hub.published")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """`chats(stages)`: LoRA on a tiny model and sixty chats, in that many stages."""
+    published.save("smollm2", tmp_path / "model")
+    published.save_tokenizer(tmp_path / "model")
+    rows = []
+    for number in range(60):
+        turns = [
+            {"role": "user", "content": f"what is {number}?"},
+            {"role": "assistant", "content": "it is " + "x" * (number % 4)},
+        ]
+        rows.append(json.dumps({"messages": turns}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    table = {
+        "model": {"hf": str(tmp_path / "model"), "context": 64},
+        "adapter": {"kind": "lora", "r": 4},
+        "data": {
+            "files": [str(tmp_path / "chats.jsonl")],
+            "format": "chat",
+            "cache": str(tmp_path / "cache"),
+        },
+        "train": {"steps": 4, "batch_size": 4, "num_microbatches": 2, "learning_rate": 1e-2},
+        "run": {"tensorboard": False, "folder": str(tmp_path / "run-1")},
+        "timeouts": {"join": 80},
+    }
+
+    def make(stages, **overrides):
+        folder = str(tmp_path / f"run-{stages}")
+        return build(table).with_(pipeline__stages=stages, run__folder=folder, **overrides)
+
+    return make
+
+
+def test_cut_changes_no_bit_and_only_the_adapter_is_kept(chats, losses, tmp_path):
+    whole = losses(chats(1))
+    assert whole[-1] < whole[0]
+    assert losses(chats(2)) == whole
+    (checkpoint,) = (tmp_path / "run-2" / "checkpoints").glob("step-*")
+    names = [name for path in checkpoint.glob("model-*") for name in load_file(path)]
+    assert names and all("lora_" in name for name in names)
+    # Of two attention blocks' worth of parameters and more, some thousands learn.
+    assert sum(path.stat().st_size for path in checkpoint.iterdir()) < 200_000
+
+
+def test_stages_that_do_not_learn_get_no_gradient(chats, losses, tmp_path):
+    upper = {"adapter__layers": (2, 3), "train__clip_norm": 0}
+    whole = losses(chats(1, **upper))
+    assert losses(chats(3, pipeline__split=(2, 2, 2), **upper)) == whole
+    inputs = load_inputs(tmp_path / "run-3" / "trace")
+    sent = {str(action) for program in inputs.schedule.programs for action in program}
+    assert {"1SEND_F0", "2SEND_B0"} < sent and "1SEND_B0" not in sent
+    assert inputs.cost.backward_us[0] == 0 and inputs.cost.gradient_bytes[0] == 0
+
+
+def test_run_goes_on_at_the_very_sample(chats, losses):
+    straight = losses(chats(1, train__decay="none"))
+    losses(chats(2, train__steps=2, train__decay="none"))
+    assert losses(chats(2, train__decay="none"), resume=True) == straight
+
+
+def test_answer_of_a_run_is_that_of_its_export(chats, losses, tmp_path):
+    from pathlib import Path
+
+    from dpipe.run.export import export_folder
+    from dpipe.run.generate import generate_text
+
+    config = chats(1)
+    losses(config)
+    run = Path(config.run.folder)
+    answer = generate_text(run, "what is 2?", tokens=6, temperature=0, seed=0, chat=True)
+    assert export_folder(run, tmp_path / "out") == 4
+    whole = published.reference(tmp_path / "out").eval()
+    tokenizer = published.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    turns = [{"role": "user", "content": "what is 2?"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(text, return_tensors="pt")
+    with torch.no_grad():
+        for _ in range(6):
+            ids = torch.cat([ids, whole(ids).logits[:, -1:].argmax(-1)], dim=1)
+    theirs = ids[0, -6:].tolist()
+    if tokenizer.eos_token_id in theirs:
+        theirs = theirs[: theirs.index(tokenizer.eos_token_id)]
+    assert answer == tokenizer.decode(theirs)

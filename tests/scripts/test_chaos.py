@@ -1,0 +1,167 @@
+"""What scripts/chaos counts of a run, and which faults it makes."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.small_job import small_toml
+
+from dpipe.store import checkpoint
+
+Script = Callable[[str], ModuleType]
+
+
+def write_rows(path: Path, *steps: int) -> None:
+    rows = [json.dumps({"step": step, "loss": 1.0 / (step + 1)}) for step in steps]
+    # An evaluation, and a line that is still being written.
+    path.write_text("\n".join([*rows, '{"step": 9, "held_out_loss": 1.0}', '{"step": 10, "lo']))
+
+
+def test_progress_counts_what_is_repeated(script: Script, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    progress = script("chaos").Progress(path)
+    progress.look()
+    assert (progress.newest, progress.seconds) == (-1, 0.0)
+    for steps in ((0,), (0, 1, 2, 3), (0, 1), (0, 1, 2), (0, 1, 2, 3, 4)):
+        write_rows(path, *steps)
+        progress.look()
+    assert (progress.newest, progress.best, progress.num_repeated) == (4, 4, 2)
+    assert progress.seconds == progress.newest_at - progress.first_at > 0
+
+
+@pytest.fixture
+def machines(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Four that sleep, and a coordinator."""
+    made = script("chaos").Machines(tmp_path, "127.0.0.1:1", [], "job.toml", {})
+
+    def start(name: str, argv: list[str], host: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+
+    monkeypatch.setattr(made, "_start", start)
+    monkeypatch.setattr("chaos.END_S", 0.1)
+    monkeypatch.setattr("chaos.PAUSES_S", (0.1,))
+    made.coordinate()
+    for _ in range(4):
+        made.join()
+    yield made
+    made.end()
+
+
+def test_faults_are_those_of_the_seed(script: Script, machines: Any) -> None:
+    chaos = script("chaos")
+    draw = random.Random(5)
+    said = [what for _, what in (chaos.strike(machines, draw, chaos.FAULTS) for _ in range(12))]
+    assert any("is killed, m4 joins" in what for what in said)
+    assert any("is stopped for 0.1 s" in what for what in said)
+    assert any("coordinator is killed and started again" in what for what in said)
+    assert len(machines.running) == 4
+    time.sleep(0.2)
+    machines.wake()
+    assert machines.paused == {}
+    assert sorted(machines.running) == sorted(machines.awake())
+    machines.end()
+    assert machines.awake() == []
+    assert machines.coordinator.poll() is not None
+
+
+def test_machine_is_cut_off_for_a_while(
+    script: Script, machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is killed meanwhile leaves a cable that is whole."""
+    chaos = script("chaos")
+    done: list[tuple[str, int]] = []
+    monkeypatch.setattr(chaos.labs, "cut", lambda lab, host: done.append(("cut", host)))
+    monkeypatch.setattr(chaos.labs, "mend", lambda lab, host: done.append(("mend", host)))
+    monkeypatch.setattr(chaos, "CUTS_S", (0.1,))
+    machines.lab = object()
+    draw = random.Random(1)
+    kind, what = chaos.strike(machines, draw, [chaos.CUT])
+    assert kind == "cut of 0.1 s"
+    assert "is cut off for 0.1 s" in what
+    ((_, host),) = done
+    assert len(machines.awake()) == 3
+    time.sleep(0.2)
+    machines.wake()
+    assert done == [("cut", host), ("mend", host)]
+    machines.cut_off("m1", 60.0)
+    machines.kill("m1")
+    assert done[2:] == [("cut", 2), ("mend", 2)]
+    assert machines.join() == "m4"
+    assert machines.hosts["m4"] == 2
+
+
+def test_links_are_cut_in_a_lab_alone(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(small_toml())
+    argv = [str(tmp_path / "job.toml"), "--fault", "cut", "--folder", str(tmp_path / "chaos")]
+    result = CliRunner().invoke(script("chaos").main, argv)
+    assert result.exit_code == 2
+    assert "give --network" in result.output
+
+
+def test_command_that_is_forked_ends_as_it_would(
+    script: Script, warm_python: str, tmp_path: Path
+) -> None:
+    """With its exit code and its output; and where it is killed."""
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from forked import Forked, import_dpipe
+import_dpipe()
+with open("log", "wb") as log:
+    one = Forked(["status", "127.0.0.1:1:2"], {}, log.fileno())
+    two = Forked(["schedule", "gpipe", "--stages", "2", "--micro-batches", "2"], {}, log.fileno())
+    print(one.wait(), two.wait())
+    other = Forked(["coordinate", "none.toml"], {}, log.fileno())
+    other.kill()
+    print(other.wait(5.0))
+"""
+    scripts = Path(script("chaos").__file__).parent
+    argv = [warm_python, "-c", program, str(scripts)]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    codes = done.stdout.split()
+    assert codes[1:] == ["0", "-9"], done.stderr
+    assert codes[0] != "0"
+    assert "0F0" in (tmp_path / "log").read_text()
+
+
+def test_run_without_machines_is_over(script: Script, machines: Any, tmp_path: Path) -> None:
+    chaos = script("chaos")
+    for process in machines.running.values():
+        process.kill()
+        process.wait()
+    progress = chaos.Progress(tmp_path / "none")
+    draw = random.Random(1)
+    assert chaos.disturb(machines, progress, draw, chaos.FAULTS, 60.0, 1.0) == []
+
+
+@pytest.mark.parametrize(("changed", "same"), [(0.0, True), (1e-7, False)])
+def test_one_bit_of_a_parameter_is_found(
+    changed: float, same: bool, script: Script, tmp_path: Path
+) -> None:
+    chaos = script("chaos")
+    progress = []
+    for name, value in (("one", 0.5), ("two", 0.5 + changed)):
+        folder = tmp_path / name / "checkpoints"
+        tensors = {"layers.0.weight": torch.full((2,), value)}
+        checkpoint.save(str(folder), 3, 0, tensors, {}, {}, lambda part: [part], 1)
+        progress.append(chaos.Progress(tmp_path / name / "metrics.jsonl"))
+        write_rows(progress[-1].path, 0, 1)
+    assert chaos.compare(tmp_path, ("one", "two"), *progress) == same
+    write_rows(progress[1].path, 0)
+    assert not chaos.compare(tmp_path, ("one", "two"), *progress)
+
+
+def test_clusters_are_simulated_by_the_seed(script: Script) -> None:
+    result = CliRunner().invoke(script("chaos").main, ["--simulate", "3", "--seed", "7"])
+    assert result.exit_code == 0, result.output
+    assert "3 seeds from 7" in result.output
+    assert CliRunner().invoke(script("chaos").main, []).exit_code == 2

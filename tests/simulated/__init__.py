@@ -1,0 +1,9 @@
+"""A whole cluster in one thread, on a virtual clock: elastic runs under seeded faults.
+
+    seed ──▶ faults.py ──▶ cluster.py: machines (machine.py), coordinators (head.py), a network
+                               │
+                               └──▶ truth.py: was there ever more than one truth, or less?
+
+What decides is dpipe's own: `elastic.rendezvous` and `elastic.attendance`. The rest stands in for
+processes, sockets and training. A seed gives the same run each time.
+"""

@@ -1,0 +1,93 @@
+"""What must hold of a run, whatever happens to its machines. A breach raises `BrokenPromise`.
+
+The content of a state stands for every bit of it: a number made of the content of the state before
+and of the epoch that made the step. Two epochs never make the same one, so that a state of an epoch
+that was dropped is told from one that counts.
+"""
+
+from collections.abc import Iterable, Mapping
+
+INITIAL = 0  # the content of state 0
+Copies = Mapping[int, Mapping[int, int]]  # by state, by layer, the content
+
+
+class BrokenPromise(AssertionError):  # noqa: N818 - what happened
+    pass
+
+
+def successor(content: int, epoch: int, state: int) -> int:
+    return hash((content, epoch, state))
+
+
+class Truth:
+    def __init__(self, num_layers: int) -> None:
+        # By state: what was made and not dropped, and what of it the coordinator has heard of.
+        self.made: dict[int, int] = {0: INITIAL}
+        self.counted: dict[int, int] = {0: INITIAL}
+        self.epochs: list[int] = []
+        self.num_repeated = 0
+        self._num_layers = num_layers
+        self._parents: dict[int, int] = {}
+        self._made_alone: set[int] = set()
+        self._loaded: dict[int, int] = {}
+
+    def begun(self, epoch: int, resume_step: int) -> None:
+        if self.epochs and epoch <= self.epochs[-1]:
+            raise BrokenPromise(f"epoch {epoch} begins after epoch {self.epochs[-1]}")
+        self.epochs.append(epoch)
+        if resume_step not in self.made:
+            raise BrokenPromise(f"epoch {epoch} resumes at {resume_step}, which nobody has made")
+        dropped = [state for state in self.made if state > resume_step]
+        self.num_repeated += len(dropped)
+        for state in dropped:
+            del self.made[state]
+            self.counted.pop(state, None)
+
+    def best(self, copies: Iterable[Copies]) -> int | None:
+        """The newest state that counts and is whole among `copies`."""
+        held: dict[int, set[int]] = {}
+        for machine in copies:
+            for state, layers in machine.items():
+                content = self.made.get(state)
+                same = {layer for layer, value in layers.items() if value == content}
+                held.setdefault(state, set()).update(same)
+        whole = [state for state, layers in held.items() if len(layers) == self._num_layers]
+        return max(whole, default=None)
+
+    def loaded(self, epoch: int, state: int, content: int) -> None:
+        """A rank begins `epoch` with `content`."""
+        first = self._loaded.setdefault(epoch, content)
+        if content != first:
+            raise BrokenPromise(f"epoch {epoch} begins with two contents of state {state}")
+        if epoch == self.epochs[-1] and content != self.made[state]:
+            raise BrokenPromise(f"epoch {epoch} begins with a dropped state {state}")
+
+    def voted(self, epoch: int) -> None:
+        if epoch != self.epochs[-1]:
+            raise BrokenPromise(f"epoch {epoch} makes a step beside epoch {self.epochs[-1]}")
+
+    def stepped(self, epoch: int, state: int, before: int, *, alone: bool) -> int:
+        """A rank has made the step to `state`; returns its content."""
+        content = successor(before, epoch, state)
+        self._parents[content] = before
+        if alone:
+            self._made_alone.add(state)
+        if epoch == self.epochs[-1]:
+            self.made[state] = content
+        return content
+
+    def kept(self, state: int, content: int) -> None:
+        """The coordinator counts `content` as the run's."""
+        if self.made.get(state) != content:
+            raise BrokenPromise(f"state {state} is counted of an epoch that was dropped")
+        self.counted[state] = content
+
+    def finished(self, num_steps: int) -> None:
+        missing = set(range(num_steps + 1)) - self.counted.keys()
+        # A rank without others may be gone before its step is heard of, and leave a copy behind.
+        missing -= self._made_alone
+        if missing:
+            raise BrokenPromise(f"the run is over and has no state {sorted(missing)}")
+        for state in self.counted.keys() - {0}:
+            if self._parents[self.counted[state]] != self.made[state - 1]:
+                raise BrokenPromise(f"state {state} does not follow from the one before")
