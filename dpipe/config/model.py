@@ -193,8 +193,9 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """"bytes" (each byte is a token), or the path of a Hugging Face tokenizer.json."""
 
-    held_out: Fraction = 0.05
-    """Share of the text that is kept from training, for the held-out loss."""
+    held_out: Fraction | tuple[str, ...] = 0.05
+    """Share of the text that is kept from training, for the held-out loss. Or files of their own,
+    as in data.files, on which nothing is trained."""
 
     cache: str = ".dpipe-cache"
     """Folder for the tokens of texts that were read before."""

@@ -147,12 +147,12 @@ def prepare(
     files: Sequence[str],
     tokenizer: Tokenizer,
     cache: Path,
-    held_out: float,
+    held_out: float | Sequence[str],
     accept: Callable[[Corpus], None] = lambda corpus: None,
     between: bytes = b"\n",
 ) -> Corpus:
     """The text of `files` as tokens, from the cache or into it; its last `held_out` share is held
-    out.
+    out, or the text of these files.
 
     A pattern is a glob relative to the working folder, or "package:NAME/GLOB" inside an installed
     package. `accept` sees the corpus before anything is written, and may raise. Files are joined
@@ -163,7 +163,13 @@ def prepare(
     """
     paths = find_files(files)
     text = between.join(path.read_bytes() for path in paths)
-    folder = cache / _digest(text, tokenizer, held_out)
+    rest = None  # held out, in files of its own
+    if not isinstance(held_out, float):
+        rest_paths = find_files(held_out, "data.held_out")
+        check_apart(paths, rest_paths)
+        rest = between.join(path.read_bytes() for path in rest_paths)
+        paths += rest_paths
+    folder = cache / _digest(text, rest, tokenizer, held_out)
     is_damaged = False
     if folder.exists():
         try:
@@ -178,7 +184,7 @@ def prepare(
         raise DataError(f"data.files: {len(paths)} files hold no text")
     for path in paths:
         check_utf8(path)
-    corpus = _tokenise(text.decode(), tokenizer, held_out)
+    corpus = _tokenise(*_parts(text, rest, held_out), tokenizer)
     accept(corpus)
     _store(corpus, folder, replaces=is_damaged)
     try:
@@ -189,34 +195,44 @@ def prepare(
         return corpus
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The files that the patterns name, sorted, each once."""
+def find_files(patterns: Sequence[str], key: str = "data.files") -> list[Path]:
+    """The files that the patterns of `key` name, sorted, each once."""
     if not patterns:
-        raise DataError('data.files is empty; name text files, such as files = ["books/*.txt"]')
-    return sorted({path for pattern in patterns for path in _matches(pattern)})
+        raise DataError(f'{key} is empty; name text files, such as files = ["books/*.txt"]')
+    return sorted({path for pattern in patterns for path in _matches(pattern, key)})
 
 
-def _matches(pattern: str) -> list[Path]:
+def check_apart(files: Sequence[Path], held_out: Sequence[Path]) -> None:
+    """Raises `DataError` for a file that would be trained on and held out."""
+    trained = {path.resolve() for path in files}
+    for path in held_out:
+        if path.resolve() in trained:
+            raise DataError(
+                f"{path} is in data.files and in data.held_out: its loss would say nothing; take "
+                "it out of one of them"
+            )
+
+
+def _matches(pattern: str, key: str) -> list[Path]:
     root = Path()
     inside = pattern
     if pattern.startswith("package:"):
         package, _, inside = pattern.removeprefix("package:").partition("/")
-        root = _package_folder(package, pattern)
+        root = _package_folder(package, pattern, key)
     names = glob.glob(inside, root_dir=root, recursive=True)
     paths = [root / name for name in names]
     files = [path for path in paths if path.is_file()]
     if not files:
-        raise DataError(f"data.files {pattern!r} matches no file in {root.absolute()}")
+        raise DataError(f"{key} {pattern!r} matches no file in {root.absolute()}")
     return files
 
 
-def _package_folder(package: str, pattern: str) -> Path:
+def _package_folder(package: str, pattern: str, key: str) -> Path:
     """Where a package lies, without importing it: its text needs none of its dependencies."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            f"data.files {pattern!r}: no package {package!r} is installed; try pip install "
-            f"{package}"
+            f"{key} {pattern!r}: no package {package!r} is installed; try pip install {package}"
         )
     return Path(spec.submodule_search_locations[0])
 
@@ -231,29 +247,43 @@ def check_utf8(path: Path) -> None:
         ) from None
 
 
-def _digest(text: bytes, tokenizer: Tokenizer, held_out: float) -> str:
-    share = repr(held_out).encode()
-    parts = (_FORMAT.encode(), tokenizer.fingerprint, share, text)
+def _digest(
+    text: bytes, rest: bytes | None, tokenizer: Tokenizer, held_out: float | Sequence[str]
+) -> str:
+    parts = [_FORMAT.encode(), tokenizer.fingerprint]
+    if rest is None:
+        parts += [repr(held_out).encode(), text]
+    else:
+        parts += [b"files", text, rest]
     # Digests of one length each: of parts that are just joined, a byte could change sides.
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(digests).hexdigest()[:32]
 
 
-def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
-    cut = round(len(text) * (1 - held_out))
+def _parts(text: bytes, rest: bytes | None, held_out: float | Sequence[str]) -> tuple[str, str]:
+    """To train on, and held out."""
+    whole = text.decode()
+    if rest is not None:
+        return whole, rest.decode()
+    assert isinstance(held_out, float)
+    cut = round(len(whole) * (1 - held_out))
+    return whole[:cut], whole[cut:]
+
+
+def _tokenise(text: str, held_out: str, tokenizer: Tokenizer) -> Corpus:
     # Apart, so that no token holds characters of both.
-    train = _ids(text[:cut], tokenizer)
-    rest = _ids(text[cut:], tokenizer)
+    train = _ids(text, tokenizer)
+    rest = _ids(held_out, tokenizer)
     if not len(train):
         raise DataError(
-            f"data.tokenizer {tokenizer.name} makes no token of a text of {cut} characters"
+            f"data.tokenizer {tokenizer.name} makes no token of a text of {len(text)} characters"
         )
     facts = Facts(
         num_tokens=len(train) + len(rest),
         num_train_tokens=len(train),
-        train_bytes=len(text[:cut].encode()),
-        held_out_bytes=len(text[cut:].encode()),
-        bigram_bits=_bigram_bits(text),
+        train_bytes=len(text.encode()),
+        held_out_bytes=len(held_out.encode()),
+        bigram_bits=_bigram_bits(text + held_out),
     )
     return Corpus(np.concatenate([train, rest]), facts, tokenizer)
 

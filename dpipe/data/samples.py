@@ -23,15 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpipe.config.model import DataConfig
-from dpipe.data.corpus import find_files
+from dpipe.data.corpus import check_apart, find_files
 from dpipe.data.rows import Row, read_rows
 from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
 from dpipe.hub.extra import hub_function
 
 IGNORED = -100  # the target of a token that is not learned, as transformers has it
-_FORMAT = b"dpipe-samples-2"
-_COLUMNS = {"tokens": np.int32, "learned": np.bool_, "ends": np.int64}  # a file each
+_FORMAT = b"dpipe-samples-3"
+# A file each: two with a value a token, two with a value a sample.
+_COLUMNS = {"tokens": np.int32, "learned": np.bool_, "ends": np.int64, "held_out": np.bool_}
 _PART = 1 << 20  # tokens in memory at a time
 
 Ints = NDArray[np.int64]
@@ -40,6 +41,7 @@ Turn = dict[str, str]  # role and content
 Columns = tuple[Ints, NDArray[np.int32], Ints]
 Key = tuple[int, int]
 Sample = tuple[list[int], list[bool]]
+Parts = tuple[Sequence[Path], Sequence[Path]]  # to train on, and held out
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -166,25 +168,38 @@ def prepare_samples(data: DataConfig, tokenizer: ChatTokenizer, context: int) ->
     learn, and for too few rows.
     """
     paths = _files(data)
-    digest = _digest(paths, data, tokenizer, context)
+    held_out_paths: list[Path] = []
+    if isinstance(data.held_out, tuple):
+        held_out_paths = _named_files(data.held_out, "data.held_out")
+        check_apart(paths, held_out_paths)
+    parts = (paths, held_out_paths)
+    digest = _digest(parts, data, tokenizer, context)
     folder = Path(data.cache) / f"samples-{digest}"
     if not folder.is_dir():
-        _store(_tokenised(paths, data, tokenizer, context), folder)
+        _store(_tokenised(parts, data, tokenizer, context), folder)
     # Mapped from the files: ranks of one machine share their pages.
     columns = []
     for name, dtype in _COLUMNS.items():
         path = folder / name
         columns.append(mapped(path, dtype))
-    tokens, learned, ends = columns
+    tokens, learned, ends, held_out = columns
     total = 0
     if len(ends):
         total = int(ends[-1])
-    if not total == len(tokens) == len(learned):
+    if not (total == len(tokens) == len(learned) and len(ends) == len(held_out)):
         raise _damaged(folder, f"{total}, {len(tokens)} and {len(learned)} tokens")
-    num_held_out = round(len(ends) * data.held_out)
-    if data.held_out and len(ends) > 1:
-        num_held_out = max(1, num_held_out)
+    num_held_out = int(held_out.sum())
+    if isinstance(data.held_out, float):
+        num_held_out = _share(len(ends), data.held_out)
     return Samples(tokens, learned, ends, num_held_out, tokenizer, data.packing)
+
+
+def _share(num_samples: int, held_out: float) -> int:
+    """One at least, where a share is wanted."""
+    count = round(num_samples * held_out)
+    if held_out and num_samples > 1:
+        count = max(1, count)
+    return count
 
 
 def mapped(path: Path, dtype: Any) -> NDArray[Any]:
@@ -213,20 +228,24 @@ def _files(data: DataConfig) -> list[Path]:
     if data.hub is not None:
         fetched: list[Path] = hub_function("dataset:split_files")(data.hub)
         return fetched
+    return _named_files(data.files, "data.files")
+
+
+def _named_files(patterns: Sequence[str], key: str) -> list[Path]:
     plain = []
     tables = []
-    for pattern in data.files:
+    for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            tables += _table_files(path)
+            tables += _table_files(path, key)
         else:
             plain.append(pattern)
     if plain or not tables:
-        tables += find_files(plain)
+        tables += find_files(plain, key)
     return tables
 
 
-def _table_files(folder: Path) -> list[Path]:
+def _table_files(folder: Path, key: str) -> list[Path]:
     """As `Dataset.save_to_disk` has named them. Raises `DataError` for other folders."""
     files = sorted(folder.glob("data-*.arrow"))
     if files:
@@ -236,13 +255,14 @@ def _table_files(folder: Path) -> list[Path]:
     if splits:
         names = ", ".join(sorted(splits))
         hint = f"; name a split: {names}"
-    raise DataError(f"data.files {folder} is no folder that Dataset.save_to_disk has written{hint}")
+    raise DataError(f"{key} {folder} is no folder that Dataset.save_to_disk has written{hint}")
 
 
-def _digest(paths: Sequence[Path], data: DataConfig, tokenizer: ChatTokenizer, context: int) -> str:
-    choices = f"{data.format} {data.too_long} {context}"
+def _digest(files: Parts, data: DataConfig, tokenizer: ChatTokenizer, context: int) -> str:
+    trained, held_out = files
+    choices = f"{data.format} {data.too_long} {context} {len(held_out)}"
     parts = [_FORMAT, tokenizer.fingerprint, choices.encode()]
-    for path in paths:
+    for path in (*trained, *held_out):
         parts.append(path.suffix.encode())
         with open(path, "rb") as file:  # it may be larger than memory
             parts.append(hashlib.file_digest(file, "sha256").digest())
@@ -254,37 +274,36 @@ def _digest(paths: Sequence[Path], data: DataConfig, tokenizer: ChatTokenizer, c
 
 
 def _tokenised(
-    paths: Sequence[Path], data: DataConfig, tokenizer: ChatTokenizer, context: int
+    files: Parts, data: DataConfig, tokenizer: ChatTokenizer, context: int
 ) -> Iterator[Arrays]:
     """The columns of all samples, some rows at a time: together they may be larger than memory."""
-    tokens: list[int] = []
-    learned: list[bool] = []
-    ends: list[int] = []
+    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    tokens = columns["tokens"]
     before = 0  # tokens of earlier parts
-    for place, row in read_rows(paths):
+    for is_held_out, place, row in _rows(files):
         sample = sample_of(row, place, data.format, tokenizer)
         for ids, mask in _fitted(sample, place, data.too_long, context):
             tokens += ids
-            learned += mask
-            ends.append(before + len(tokens))
+            columns["learned"] += mask
+            columns["ends"].append(before + len(tokens))
+            columns["held_out"].append(is_held_out)
         if len(tokens) >= _PART:
-            yield _as_arrays(tokens, learned, ends)
+            yield _as_arrays(columns)
             before += len(tokens)
-            for column in (tokens, learned, ends):
+            for column in columns.values():
                 column.clear()
-    yield _as_arrays(tokens, learned, ends)
+    yield _as_arrays(columns)
 
 
-def _as_arrays(tokens: list[int], learned: list[bool], ends: list[int]) -> Arrays:
-    columns = {
-        "tokens": tokens,
-        "learned": learned,
-        "ends": ends,
-    }
-    arrays: Arrays = {}
-    for name, dtype in _COLUMNS.items():
-        arrays[name] = np.array(columns[name], dtype)
-    return arrays
+def _rows(files: Parts) -> Iterator[tuple[bool, str, Row]]:
+    """Whether it is held out, its place, and what is there."""
+    for is_held_out, paths in enumerate(files):
+        for place, row in read_rows(paths):
+            yield bool(is_held_out), place, row
+
+
+def _as_arrays(columns: dict[str, list[Any]]) -> Arrays:
+    return {name: np.array(columns[name], dtype) for name, dtype in _COLUMNS.items()}
 
 
 def sample_of(row: Row, place: str, format: str, tokenizer: ChatTokenizer) -> Sample:

@@ -23,6 +23,7 @@ def _possible(square: float) -> float:
 
 Square = Annotated[float, AfterValidator(_possible)]
 Layer = Annotated[int, Field(ge=0)]
+Batches = Annotated[list[float], Field(max_length=100_000)]
 
 
 class RankReport(Shape):
@@ -45,4 +46,12 @@ class Ballot(Shape):
     report: RankReport
 
 
+class Scores(Shape):
+    """Of each held-out batch; empty from a rank that has nothing to report."""
+
+    losses: Batches
+    accuracies: Batches  # empty too where the model measures none
+
+
 BALLOT = Schema[Ballot](Ballot)
+SCORES = Schema[Scores](Scores)

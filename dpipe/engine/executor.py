@@ -76,6 +76,7 @@ class StepResult:
     loss: float | None  # the mean over the micro-batches, on the last stage's rank; None elsewhere
     spans: tuple[Span, ...]  # of this step so far, on this process's clock
     sent_bytes: Mapping[int, int]  # queued for each of the run's ranks
+    accuracy: float | None = None  # as `loss`, of an evaluation that measures it
 
 
 class Executor:
@@ -98,9 +99,9 @@ class Executor:
                 self._parts.check()
                 run.do(action)
         run.finish()
-        loss = run.loss()
+        loss, accuracy = run.means()
         spans = self._parts.recorder.take()
-        return StepResult(loss, spans, run.sent_bytes)
+        return StepResult(loss, spans, run.sent_bytes, accuracy)
 
     @contextmanager
     def doing(self, action: Action, schedule: Schedule) -> Iterator[None]:
@@ -151,7 +152,7 @@ class _Run:
         self._landing: list[tuple[Action, Receive]] = []
         # Stages whose replicas may exchange gradients once these messages have left.
         self._due: deque[tuple[int, list[Send]]] = deque()
-        self._losses: list[torch.Tensor] = []
+        self._measured: list[torch.Tensor] = []  # [loss], or [loss, accuracy]; by micro-batch
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
@@ -196,13 +197,15 @@ class _Run:
         rank = self._parts.pp_rank
         assert not any(held.values()), f"rank {rank} still holds micro-batches, by stage: {held}"
 
-    def loss(self) -> float | None:
-        if not self._losses:
-            return None
+    def means(self) -> tuple[float | None, float | None]:
+        """Loss and accuracy over the micro-batches; None for what was not measured here."""
+        if not self._measured:
+            return None, None
         # Together: on a GPU the host waits once.
-        losses = torch.stack(self._losses)
-        values: list[float] = losses.flatten().tolist()
-        return sum(values) / len(values)
+        columns: list[list[float]] = torch.stack(self._measured, dim=1).tolist()
+        means: list[float | None] = [sum(column) / len(column) for column in columns]
+        loss, accuracy = [*means, None][:2]
+        return loss, accuracy
 
     def _forward(self, action: Action, stage: ComputingStage) -> None:
         m = action.microbatch
@@ -224,7 +227,7 @@ class _Run:
             else:
                 outputs = stage.evaluate(inputs, targets)
         if last:
-            self._losses += outputs
+            self._measured.append(torch.stack(outputs))
         else:
             self._made[action] = outputs, self._parts.streams.mark()
 

@@ -12,17 +12,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.limits import UPLOADS
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
-from dpipe.engine.ballot import RankReport
+from dpipe.engine.ballot import SCORES, RankReport
 from dpipe.engine.executor import Executor, StepResult
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.update import Update, Verdict, learning_rate
@@ -41,13 +40,8 @@ from dpipe.store.identity import RunIdentity
 from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
 from dpipe.timeline.span import Lane
-from dpipe.wire.schema import Schema
 
 LOG = logging.getLogger("dpipe")
-# Held-out losses of a rank by batch; None from a rank that has none to report.
-_LOSSES = Schema[list[float | None]](
-    Annotated[list[float | None], Field(min_length=1, max_length=100_000)]
-)
 
 
 @dataclass(frozen=True)
@@ -352,26 +346,25 @@ class Trainer:
         step = self.next_step
         if job.train.eval_every is None:
             return None
-        losses: list[float | None] = []
+        scores: dict[str, list[float]] = {"losses": [], "accuracies": []}
         for index in range(job.train.eval_batches):
             batch = job.feed.held_out(index)
             result = job.executor.run(job.eval_schedule, batch)
-            losses.append(result.loss)
+            _note(result, scores)
         if job.here.tp_rank > 0:
-            losses = [None]  # the first rank of the group reports it
-        by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s, _LOSSES)
-        # Of the ranks that report: all of their losses are numbers.
-        means = []
-        for losses in by_rank:
-            numbers = [loss for loss in losses if loss is not None]
-            if len(numbers) == len(losses):
-                means.append(_mean(numbers))
-        if not means:
+            scores = {"losses": [], "accuracies": []}  # the first rank of the group reports them
+        by_rank = job.coordinator.share(f"held-out/{step}", scores, job.timeout_s, SCORES)
+        losses = [_mean(each.losses) for each in by_rank if each.losses]
+        accuracies = [_mean(each.accuracies) for each in by_rank if each.accuracies]
+        if not losses:
             raise TransferError(f"step {step}: no rank sent a held-out loss")
-        loss = _mean(means)
+        loss = _mean(losses)
         LOG.info("step %d held-out loss %.4f", step, loss)
+        row = {"step": step, "held_out_loss": loss}
+        if accuracies:
+            row["held_out_accuracy"] = _mean(accuracies)
         if job.on_row is not None:
-            job.on_row({"step": step, "held_out_loss": loss})
+            job.on_row(row)
         return loss
 
     def _share_part(self, part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -412,6 +405,14 @@ class Trainer:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _note(result: StepResult, scores: dict[str, list[float]]) -> None:
+    """Add what this rank has measured of one batch."""
+    if result.loss is not None:
+        scores["losses"].append(result.loss)
+    if result.accuracy is not None:
+        scores["accuracies"].append(result.accuracy)
 
 
 def _by_rank(reports: Sequence[RankReport], name: str) -> dict[str, Any]:

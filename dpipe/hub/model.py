@@ -15,7 +15,7 @@ from dpipe.hub.source import ModelSource, find_source
 from dpipe.hub.tensors import Weights, fill_from, open_weights
 from dpipe.hub.trained_adapter import check_adapter, fill_adapter
 from dpipe.passes.seeding import seeded
-from dpipe.stage.model import LayeredModel, freeze
+from dpipe.stage.model import LayeredModel, Loss, freeze
 
 _IGNORED = -100  # the target of a token that is not learned
 
@@ -37,11 +37,12 @@ def layered_model(config: Config) -> LayeredModel:
     weights = cache(partial(open_weights, source, skeleton))
     return LayeredModel(
         tuple(factories),
-        _loss(config),
+        _scored(config, text_loss, sample_loss),
         tied=(f"{tokens}.weight", "lm_head.weight") if learns_all and skeleton.is_tied else None,
         fill=partial(_fill, weights, skeleton, config.adapter.start),
         frozen=_frozen(skeleton),
         alike=skeleton.alike,
+        accuracy=_scored(config, text_accuracy, sample_accuracy),
     )
 
 
@@ -102,11 +103,11 @@ def _fill(
             fill_adapter(Path(start), skeleton, index, layer)
 
 
-def _loss(config: Config) -> Callable[..., torch.Tensor]:
+def _scored(config: Config, of_text: Loss, of_samples: Loss) -> Loss:
     if not config.data.has_samples:
-        return text_loss
+        return of_text
     parts = config.train.num_microbatches * config.data_parallel.replicas
-    return partial(sample_loss, num_parts=parts)
+    return partial(of_samples, num_parts=parts)
 
 
 def text_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803
@@ -131,3 +132,21 @@ def sample_loss(
         logits_BTV.flatten(0, 1).float(), flat, ignore_index=_IGNORED, reduction="sum"
     )
     return total * num_parts / count
+
+
+def text_accuracy(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Share of the tokens that are the likeliest."""
+    return (logits_BTV.argmax(-1) == targets_BT).float().mean()
+
+
+def sample_accuracy(
+    logits_BTV: torch.Tensor,  # noqa: N803
+    targets: torch.Tensor,
+    *,
+    num_parts: int,
+) -> torch.Tensor:
+    """Of a micro-batch's learned tokens, with the arguments of `sample_loss`, and as its share."""
+    count = targets[0, -1]
+    # No token is `_IGNORED`.
+    right = (logits_BTV.argmax(-1) == targets[:, :-1]).sum()
+    return right * num_parts / count

@@ -130,12 +130,14 @@ class Display:
 
 
 def describe_held_out(row: Mapping[str, Any]) -> str:
-    """`held-out loss 2.5310, perplexity 12.57`."""
+    """`held-out loss 2.5310, perplexity 12.57, token accuracy 48.3%`."""
     loss = row["held_out_loss"]
     parts = [f"held-out loss {loss:.4f}"]
     # Of more than this no model has learned anything, and no number would fit.
     if loss < _LARGEST_LOSS:
         parts.append(f"perplexity {math.exp(loss):.2f}")
+    if "held_out_accuracy" in row:
+        parts.append(f"token accuracy {row['held_out_accuracy']:.1%}")
     return ", ".join(parts)
 
 

@@ -87,6 +87,7 @@ def _model_stage(
         splits_backward=schedule.splits,
         split=None if group is None else Split(group, layers),
         frozen=model.frozen,
+        accuracy=model.accuracy if group is None else None,
         timed=timed,
         device=config.node.device,
     )

@@ -42,7 +42,9 @@ class ComputingStage(Protocol):
     def backward_weight(self, microbatch: int) -> None: ...
 
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
-        """As `forward`, in evaluation mode; keeps nothing."""
+        """As `forward`, in evaluation mode; keeps nothing. The last stage may return the accuracy
+        behind the loss.
+        """
 
     def complete(self) -> None:
         """All gradients of the step are made: add what other ranks of the tensor-parallel group

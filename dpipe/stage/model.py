@@ -33,7 +33,8 @@ class LayeredModel:
     `fill(i, layer)` gives layer i values of its own, such as those of a published model:
     `layers[i]` may then leave its parameters without memory, on the meta device. Of the first
     `frozen` layers nothing learns. Layers for which `alike` returns the same take and hold the
-    same.
+    same. `accuracy` is called as `loss` is, in evaluations: the share of the tokens that the model
+    would have said itself.
     """
 
     layers: tuple[Callable[[], nn.Module], ...]
@@ -43,6 +44,7 @@ class LayeredModel:
     fill: Callable[[int, nn.Module], None] | None = None
     frozen: int = 0
     alike: Callable[[int], Hashable] | None = None
+    accuracy: Loss | None = None
 
     def loss_on(self, group: TensorGroup | None) -> Loss:
         """The loss on one rank of `group`; None: on one rank alone."""

@@ -64,6 +64,7 @@ class Stage:
     `split`              the tensor-parallel sharding, None on one rank. With it, only the code
                          between collectives is compiled, and `loss` is the group's
     `frozen`             the model's first layers, of which nothing learns: they keep nothing
+    `accuracy`           of the last stage: measured beside the loss, in evaluations
     `timed`              called around what master weights add to a step
     """
 
@@ -84,6 +85,7 @@ class Stage:
         splits_backward: bool = True,
         split: Split | None = None,
         frozen: int = 0,
+        accuracy: Loss | None = None,
         device: torch.device | str = "cpu",
         timed: Timed = nullcontext,
     ) -> None:
@@ -93,6 +95,7 @@ class Stage:
         self._timed = timed
         self._layers = dict(layers)
         self._loss = loss
+        self._accuracy = accuracy
         self._num_pieces = num_microbatches * num_slices
         self._slices = Slices(num_slices)
         self._keeps_graph = recompute != "full"
@@ -103,12 +106,15 @@ class Stage:
         stored = _HALF[parameters]
         self._half = _HALF[precision] if stored is None else None
         self._masters = None if stored is None else MasterWeights(self._layers, stored)
+        self._hold_nothing()
+        self._prepare_layers(recompute, compiled)
+        self.begin_step(0)
+
+    def _hold_nothing(self) -> None:
         self._graphs: dict[int, list[_Graph]] = {}
         self._waiting: dict[int, Products] = {}  # weight gradients that `backward_weight` will make
         self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None  # of the first micro-batch's inputs
-        self._prepare_layers(recompute, compiled)
-        self.begin_step(0)
 
     def _prepare_layers(self, recompute: str, compiled: bool) -> None:
         if self._slices.num_slices > 1:
@@ -213,13 +219,16 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
-        """As `forward`, in evaluation mode, with nothing stashed."""
+        """As `forward`, in evaluation mode, with nothing stashed. The last stage returns the loss,
+        and the accuracy where there is one.
+        """
         self._refresh()
         targets = None if targets is None else upload(targets, self._device)
         inputs = tuple(upload(tensor, self._device) for tensor in inputs)
         with _evaluation_mode(self._layers.values()):
             for index in self._layers:
-                inputs = self._run(index, ("evaluate", self._seed, index), targets, inputs)
+                key = ("evaluate", self._seed, index)
+                inputs = self._run(index, key, targets, inputs, self._accuracy)
         return inputs
 
     @property
@@ -334,8 +343,9 @@ class Stage:
         draw_key: tuple[str | int, ...],
         targets: torch.Tensor | None,
         inputs: Tensors,
+        accuracy: Loss | None = None,
     ) -> Tensors:
-        """One layer, and the loss behind the model's last."""
+        """One layer, and the loss behind the model's last, and the accuracy if that is given."""
         layer = self._layers[index]
         # A layer is taken to draw random numbers unless it says that it does not.
         drawing: AbstractContextManager[None] = nullcontext()
@@ -346,8 +356,11 @@ class Stage:
                 returned = layer(*inputs)
             outputs = self._as_after_a_hop(as_tensors(index, layer, returned))
             if self._loss is not None and index == max(self._layers):
-                loss = _scalar(self._loss(*map(_as_float, outputs), targets))
+                predictions = tuple(map(_as_float, outputs))
+                loss = _scalar(self._loss(*predictions, targets))
                 outputs = (self._learnable(loss, inputs),)
+                if accuracy is not None:
+                    outputs += (_scalar(accuracy(*predictions, targets)),)
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise

@@ -29,7 +29,9 @@ def write(name: str, text: str | bytes = TEXT) -> None:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
 
 
-def corpus(*files: str, tokenizer: str = "bytes", held_out: float = 0.1) -> Corpus:
+def corpus(
+    *files: str, tokenizer: str = "bytes", held_out: float | tuple[str, ...] = 0.1
+) -> Corpus:
     return prepare(files or ("text.txt",), open_tokenizer(tokenizer), Path("cache"), held_out)
 
 
@@ -322,6 +324,27 @@ def test_text_shorter_than_the_context_is_refused() -> None:
         match=r"held-out text has 10 tokens, model.context 10 needs 11; raise data.held_out",
     ):
         text.check_length(10, need_held_out=True)
+
+
+def test_files_of_their_own_are_held_out() -> None:
+    write("text.txt", "abcdef")
+    write("kept.txt", "UVWXYZ")
+    text = corpus(held_out=("kept.txt",))
+    inputs, _ = text.held_out_batch(0, 3, 4)
+    assert "".join(map(text.decode, inputs.tolist())).isupper()
+    inputs, _ = text.batch(0, 0, 0, 8, 4)
+    assert "".join(map(text.decode, inputs.tolist())).islower()
+    assert text.num_train_tokens == text.num_held_out_tokens == 6
+    write("kept.txt", "TUVWXYZ")  # what was cached is of other files
+    assert corpus(held_out=("kept.txt",)).num_held_out_tokens == 7
+
+
+def test_file_that_is_trained_on_cannot_be_held_out() -> None:
+    write("text.txt")
+    with pytest.raises(DataError, match=r"text.txt is in data.files and in data.held_out"):
+        corpus(held_out=("./*.txt",))
+    with pytest.raises(DataError, match=r"data.held_out 'none.txt' matches no file"):
+        corpus(held_out=("none.txt",))
 
 
 def test_nothing_held_out_has_no_bytes_a_token() -> None:

@@ -220,6 +220,25 @@ def test_feed_is_cut_alike_for_replicas_and_resumes_at_the_sample(tmp_path):
     assert held_out.inputs[0][0].shape == (2, 16)
 
 
+def test_rows_of_files_of_their_own_are_held_out(tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("".join(f"{json.dumps(chat('q', 'KEPT'))}\n" for _ in range(3)))
+    rows = [chat("q", "y") for _ in range(5)]
+    samples = samples_of(tmp_path, rows, held_out=(str(kept),))
+    assert samples.num_held_out == 3
+    held_out = {int(sample) for n in range(3) for sample in samples.held_out_sequence(n, 16)}
+    trained = {int(sample) for n in range(5) for sample in samples.sequence(0, n, 16)}
+    assert held_out == {5, 6, 7} and trained == {0, 1, 2, 3, 4}
+    inputs, _, _ = samples.rows(np.array([5]), 16)
+    assert b"KEPT" in bytes(inputs.tolist())
+
+
+def test_rows_that_are_trained_on_cannot_be_held_out(tmp_path):
+    path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="is in data.files and in data.held_out"):
+        samples_of(tmp_path, [chat("a", "b")], held_out=(path,))
+
+
 def test_too_few_rows_are_refused(tmp_path):
     one = samples_of(tmp_path, [chat("a", "b")], held_out=0.9)
     with pytest.raises(DataError, match="hold no rows to train on"):

@@ -101,3 +101,35 @@ def test_packed_samples_have_the_losses_that_they_have_alone(family, tmp_path):
             logits.flatten(0, 1), each[:, 1:].flatten(), reduction="sum"
         )
     torch.testing.assert_close(found, (total / 11).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [(6,), (2, 4)])
+def test_accuracy_is_of_the_learned_tokens_alone(cut, tmp_path):
+    """Of micro-batches of unequal numbers of answers, the mean is over the tokens of all."""
+    folder = published.save("llama", tmp_path / "model")
+    config = build(
+        {
+            "model": {"hf": str(folder), "context": 11},
+            "data": {"format": "tokens"},
+            "train": {"num_microbatches": 2, "batch_size": 4},
+        }
+    )
+    tokens = published.tokens(4, 12)
+    likeliest = published.reference(folder)(tokens[:, :-1]).logits.argmax(-1)
+    targets = torch.full((4, 12), -100)
+    targets[:, 3:11] = likeliest[:, 3:]  # right, but for those that follow
+    targets[0, 3] += 1
+    targets[3, 5:11] = -100
+    learned = targets[:, :-1] != -100
+    targets[:, -1] = learned.sum()
+    expected = (likeliest == targets[:, :-1]).sum() / learned.sum()
+    assert 0.9 < expected < 1
+    stages = stages_of(make_model(config), cut, accuracy=make_model(config).accuracy)
+    positions = torch.arange(11, dtype=torch.int32).expand(2, 11)
+    found = []
+    for half in (slice(0, 2), slice(2, 4)):
+        inputs = (tokens[half, :-1], positions)
+        for stage in stages[:-1]:
+            inputs = stage.evaluate(inputs)
+        found.append(stages[-1].evaluate(inputs, targets[half])[1])
+    torch.testing.assert_close(torch.stack(found).mean(), expected)

@@ -48,6 +48,9 @@ def test_held_out_loss_has_a_line_of_its_own() -> None:
 
 
 def test_loss_of_a_model_that_knows_nothing_has_no_perplexity() -> None:
+    row = {"step": 5, "held_out_loss": 2.25, "held_out_accuracy": 0.4832}
+    line = "step 5  held-out loss 2.2500, perplexity 9.49, token accuracy 48.3%\n"
+    assert shown(False, row) == line
     line = "step 5  held-out loss 30.0000\n"
     assert shown(False, {"step": 5, "held_out_loss": 30.0}) == line
 

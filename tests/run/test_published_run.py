@@ -1,6 +1,7 @@
 """A published model with an adapter, trained on chats: whole runs, resumed and exported."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_cut_changes_no_bit_and_only_the_adapter_is_kept(chats, losses, tmp_path
     assert sum(path.stat().st_size for path in checkpoint.iterdir()) < 200_000
 
 
+def test_evaluation_tells_how_many_answers_are_right_in_any_cut(chats, losses, tmp_path):
+    """Held out is a file of its own."""
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text((tmp_path / "chats.jsonl").read_text().replace("xx", "x"))
+    evaluated = []
+    for stages in (1, 2):
+        config = chats(stages, data__held_out=(str(kept),), train__eval_every=4)
+        losses(config)
+        rows = map(json.loads, Path(config.run.folder, "metrics.jsonl").read_text().splitlines())
+        evaluated.append([row for row in rows if "held_out_loss" in row])
+    assert evaluated[0] == evaluated[1]
+    first, last = (row["held_out_accuracy"] for row in evaluated[0])
+    assert 0 <= first < last <= 1
+
+
 def test_stages_that_do_not_learn_get_no_gradient(chats, losses, tmp_path):
     upper = {"adapter__layers": (2, 3), "train__clip_norm": 0}
     whole = losses(chats(1, **upper))
@@ -74,8 +90,6 @@ def test_run_goes_on_at_the_very_sample(chats, losses):
 
 
 def test_answer_of_a_run_is_that_of_its_export(chats, losses, tmp_path):
-    from pathlib import Path
-
     from dpipe.run.export import export_folder
     from dpipe.run.generate import generate_text
 

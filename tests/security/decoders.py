@@ -39,8 +39,7 @@ from dpipe.elastic.agents import Epoch
 from dpipe.elastic.journal import NAME as JOURNAL
 from dpipe.elastic.journal import RunJournal
 from dpipe.elastic.messages import FROM_AGENT, JOB_OFFER, LEAVE_REQUEST, STATUS_REQUEST, TO_AGENT
-from dpipe.engine import trainer
-from dpipe.engine.ballot import BALLOT
+from dpipe.engine.ballot import BALLOT, SCORES
 from dpipe.errors import (
     CheckpointError,
     ConfigError,
@@ -604,7 +603,7 @@ WIRE = [
     _schema("embedded server", shared.EMBEDDED, {"session": "0" * 16, "port": 7}),
     _schema("port of a store", shared.STORE_PORT, 7),
     _schema("machine", shared.MACHINE, ["a", [0, 7]]),
-    _schema("held-out losses", trainer._LOSSES, [1.0, None]),
+    _schema("held-out losses", SCORES, {"losses": [1.0], "accuracies": []}),
     _schema("part of a checkpoint", PART, _PART),
     _schema("run of rank 0", identity.RUN, {**_RUN, "start": "0" * 16}, None),
     _schema("offer of NCCL", NCCL_OFFER, ["GPU-1", [[1, [7, 8]]]]),

@@ -380,7 +380,7 @@ def sends_instead(monkeypatch: pytest.MonkeyPatch, key: str, payload: bytes) -> 
         ("step/1", b'{"loss": null, "norms": {}, "bad": null, "stop": false, "report": {}}'),
         ("held-out/0", b"[]"),
         ("held-out/0", b"[null]"),
-        ("held-out/0", b'[null, "1"]'),
+        ("held-out/0", b'{"losses": ["1"], "accuracies": []}'),
         ("trained", b'["host"]'),
         ("checkpoint/3", b'{"bad": null}'),
         (
