@@ -2,12 +2,14 @@
 extra `hf`.
 
 extra.py           the way in, for rooms that must not import transformers
-architectures.py   which of transformers' families can be cut, and how their names map to layers
+architectures.py   which of transformers' families are known, and how their names map to layers
 source.py          where a model lies: a folder, a GGUF file or the hub, with its cache
 index.py           which file holds which tensor
 gguf_header.py     whether a GGUF file is as long as it says
 tensors.py         weights by name, of one layer at a time
 skeleton.py        a whole model without memory, from its config.json alone
+structure.py       where the parts are in a family that has no entry
+trial.py           whether such a family computes the same in parts
 layers.py          parts of it as layers of a pipeline; their attention masks
 adapter.py         LoRA, as peft injects it
 trained_adapter.py one that was trained before

@@ -10,10 +10,11 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.hub.adapter import add_adapter, initialise_adapter
-from dpipe.hub.skeleton import Skeleton, skeleton_of
+from dpipe.hub.skeleton import Skeleton, check_sizes, skeleton_of
 from dpipe.hub.source import ModelSource, find_source
 from dpipe.hub.tensors import Weights, fill_from, open_weights
 from dpipe.hub.trained_adapter import check_adapter, fill_adapter
+from dpipe.hub.trial import try_out
 from dpipe.passes.seeding import seeded
 from dpipe.stage.model import LayeredModel, Loss, freeze
 
@@ -75,6 +76,8 @@ def adapted_skeleton(config: Config, source: ModelSource) -> Skeleton:
     # Under its lock: meanwhile transformers lets no module of the process draw its first values,
     # and other threads may be making layers.
     with seeded("skeleton"):
+        check_sizes(published)
+        try_out(published)
         skeleton = skeleton_of(published)
         add_adapter(skeleton, config.adapter)
     if config.adapter.start is not None:

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from dpipe.errors import ConfigError
 from dpipe.hub.architectures import ARCHITECTURES, Architecture
 from dpipe.hub.layers import Context, HubBlock, HubEmbedding, HubHead
+from dpipe.hub.structure import NotUnderstoodError, understood
 
 # What a configuration may ask for, by far more than any that is published does.
 _MOST = {
@@ -129,15 +130,11 @@ class Skeleton:
 
 
 def skeleton_of(config: Any) -> Skeleton:
-    """Raises `ConfigError` for a family that dpipe cannot cut, and for what differs from it."""
-    kind = config.model_type
-    if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(
-            f"model.hf is of the family {kind!r}, and dpipe can cut {known}; to add a family is an "
-            "entry in dpipe/hub/architectures.py"
-        )
-    _check_sizes(config)
+    """Raises `ConfigError` for a configuration that makes no model, or one that cannot be cut. A
+    family that architectures.py does not name is cut by its structure; `trial.py` says whether it
+    may be.
+    """
+    check_sizes(config)
     # Names and shapes are wanted: a model of 70 GB must cost neither memory nor random numbers.
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
@@ -147,10 +144,18 @@ def skeleton_of(config: Any) -> Skeleton:
             f"transformers makes no model of model.hf's configuration: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:500]}"
         ) from None
-    return Skeleton(model, model.config, ARCHITECTURES[kind])
+    known = ARCHITECTURES.get(config.model_type)
+    return Skeleton(model, model.config, known or _understood(model))
 
 
-def _check_sizes(config: Any) -> None:
+def _understood(model: Any) -> Architecture:
+    try:
+        return understood(model, model.config)
+    except NotUnderstoodError as error:
+        raise ConfigError(f"model.hf cannot be cut: {error}") from None
+
+
+def check_sizes(config: Any) -> None:
     """Before a module is made of each: the configuration may be anybody's."""
     counts = {name: getattr(config, name, None) for name in _MOST}
     for name, count in counts.items():
@@ -164,6 +169,9 @@ def _check_sizes(config: Any) -> None:
 
 
 def _draws(config: Any) -> bool:
-    """Whether attention drops out, which it does without a module, or a router adds noise."""
-    names = ("attention_dropout", "attn_pdrop", "router_jitter_noise")
-    return any(getattr(config, name, 0) for name in names)
+    """Whether a block may drop out without a module for it, or a router adds noise."""
+    for name, value in config.to_dict().items():
+        drops = "drop" in name or name == "router_jitter_noise"
+        if drops and isinstance(value, float) and value > 0:
+            return True
+    return False

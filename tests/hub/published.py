@@ -42,6 +42,9 @@ FAMILIES = {
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     ),
+    # By their structure: no entry names them.
+    "olmo3": ("Olmo3Config", {"sliding_window": 6, "layer_types": MIXED}),
+    "starcoder2": ("Starcoder2Config", {"embedding_dropout": 0.0, "residual_dropout": 0.0}),
 }  # fmt: skip
 
 

@@ -443,12 +443,23 @@ def _hub_file(name: str) -> list[bytes]:
     return [(_tiny_model() / name).read_bytes()]
 
 
+def _hub_configurations() -> list[bytes]:
+    """Of a family that dpipe knows, and of one that it tries."""
+    (known,) = _hub_file("config.json")
+    tried = json.loads(known) | {"model_type": "stablelm"}
+    return [known, json.dumps(tried).encode()]
+
+
 def _hub_configuration(path: Path) -> object:
     """To the model without memory that is cut into layers."""
-    from dpipe.hub.skeleton import skeleton_of
+    from dpipe.hub.skeleton import check_sizes, skeleton_of
     from dpipe.hub.source import find_source
+    from dpipe.hub.trial import try_out
 
-    skeleton = skeleton_of(find_source(str(path.parent)).config())
+    config = find_source(str(path.parent)).config()
+    check_sizes(config)
+    try_out(config)
+    skeleton = skeleton_of(config)
     return [skeleton.layer(index) for index in range(min(3, skeleton.num_layers))]
 
 
@@ -1237,8 +1248,8 @@ FILES = [
         "config.json of a published model",
         of_file("config.json", _hub_configuration),
         (ConfigError,),
-        partial(_hub_file, "config.json"),
-        ("dpipe.hub.source:config",),
+        _hub_configurations,
+        ("dpipe.hub.source:config", "dpipe.hub.trial:_reason"),
         share=4,
     ),
     Decoder(
@@ -1293,6 +1304,7 @@ OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",
     "dpipe.data.corpus:_bigram_bits": "counts the bytes of a text",
+    "dpipe.hub.trial:_renamed": "what save_pretrained has written just before",
     "dpipe.keeper.copies:pack": "the numbers of this process, which it has just written",
     "dpipe.report.rows:take": "what rank 0, a child of this process, has written to a pipe",
 }
