@@ -14,6 +14,7 @@ by name.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 from dpipe.choices import Choices
@@ -125,6 +126,15 @@ def names_where(is_meant: Callable[[OptimizerKind], bool]) -> str:
     """The optimizers that `is_meant` is true of, as a message lists them."""
     *first, last = [f'"{kind.name}"' for kind in OPTIMIZERS.values() if is_meant(kind)]
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def check_library(name: str) -> None:
+    """Raises `ConfigError` where the library of an optimizer is not installed. It is not imported,
+    which takes a second.
+    """
+    kind = OPTIMIZERS[name]
+    if kind.library is not None and find_spec(kind.library) is None:
+        raise missing_library(kind)
 
 
 def missing_library(kind: OptimizerKind) -> ConfigError:

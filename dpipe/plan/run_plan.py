@@ -24,6 +24,7 @@ from dpipe.errors import ConfigError, DataError
 from dpipe.hub.extra import hub_function
 from dpipe.memory.formulas import transformer_stages
 from dpipe.network.link import Network
+from dpipe.optimizers.kinds import check_library
 from dpipe.plan.costs import LayerCosts, transformer_costs
 from dpipe.plan.forecast import Forecast, ScheduleChoice, choose_schedule, forecast
 from dpipe.plan.tensor_parallel import Times
@@ -165,8 +166,11 @@ def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:
 
 
 def _check_surroundings(config: Config) -> None:
-    """The device, the place for checkpoints, and the transport. Raises what they raise."""
+    """The device, the place for checkpoints, the transport and the optimizer's library. Raises what
+    they raise.
+    """
     check_device(config.node.device)
+    check_library(config.train.optimizer)
     if config.run.checkpoint_url is not None:
         check_url(config.run.checkpoint_url)
     TRANSPORTS[config.transport.kind].check()

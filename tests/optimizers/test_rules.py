@@ -15,7 +15,9 @@ from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
 from dpipe.errors import CheckpointError, ConfigError
+from dpipe.optimizers import kinds
 from dpipe.optimizers.kinds import OPTIMIZERS, OptimizerSettings
+from dpipe.plan.run_plan import draft
 from dpipe.transport.base import Transport
 from dpipe.wire.feedback import wire
 
@@ -201,10 +203,12 @@ def test_declared_bytes_of_state_are_those_that_are_kept(name: str) -> None:
         assert single.optimizer_bytes == pytest.approx(declared, abs=0.005 * values.nbytes)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_losses_are_the_same_in_every_cut(
     name: str, tiny: Make, losses: Callable[..., list[float]], tmp_path: Path
 ) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
     found = []
     for stages in (1, 2):
         folder = str(tmp_path / f"cut{stages}")
@@ -255,3 +259,11 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match=r"needs torchao: pip install 'dpipe\[quantised\]'"):
         Optimizer([], settings("adamw_8bit"), whole=True)
+
+
+def test_library_that_is_missing_is_an_error_before_a_rank_is_built(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torchao: pip install 'dpipe\[quantised\]'"):
+        draft(tiny(train__optimizer="adamw_8bit"))
