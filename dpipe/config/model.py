@@ -136,6 +136,10 @@ class AdapterConfig(Section):
     rslora: bool = False
     """Whether alpha counts by the square root of r (rsLoRA, Kalajdzievski 2023)."""
 
+    base: Literal["full", "int8", "nf4"] = "full"
+    """In what the adapted model keeps the matrices of its blocks: as train.parameters has it, or in
+    8 or 4 bits a value (QLoRA, Dettmers et al. 2023)."""
+
     start: str | None = None
     """Folder of an adapter that was trained before, as peft or `dpipe export --adapter` writes it,
     to go on from. Left out: a new one."""
@@ -145,6 +149,11 @@ class AdapterConfig(Section):
         if self.start is not None and self.kind == "none":
             raise ValueError(
                 'adapter.start goes on from an adapter: set adapter.kind = "lora", or leave it out'
+            )
+        if self.base != "full" and self.kind == "none":
+            raise ValueError(
+                f'adapter.base "{self.base}" is of what does not learn, and without an adapter '
+                'everything does: set adapter.kind = "lora", or leave it out'
             )
         return self
 

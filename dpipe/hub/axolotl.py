@@ -61,7 +61,9 @@ _KEYS = {
     "base_model": Counterpart("model.hf"),
     "revision_of_model": Counterpart("model.revision"),
     "sequence_len": Counterpart("model.context"),
-    "adapter": Counterpart("adapter.kind", {"lora": "lora"}.get),
+    "adapter": Counterpart("adapter.kind", {"lora": "lora", "qlora": "lora"}.get),
+    "load_in_8bit": Counterpart("adapter.base", {True: "int8"}.get),
+    "load_in_4bit": Counterpart("adapter.base", {True: "nf4"}.get),
     "lora_r": Counterpart("adapter.r"),
     "lora_alpha": Counterpart("adapter.alpha", float),
     "lora_dropout": Counterpart("adapter.dropout", float),
@@ -108,7 +110,12 @@ _KEYS = {
 # What comes to several keys, or is part of one.
 _TOGETHER = ("datasets", "micro_batch_size", "adam_beta1", "adam_beta2")
 # What is so here in any case.
-_ALWAYS = {"train_on_inputs": False, "strict": False}
+_ALWAYS = {
+    "train_on_inputs": False,
+    "strict": False,
+    "load_in_8bit": False,
+    "load_in_4bit": False,
+}
 
 
 def converted(theirs: Mapping[str, Any]) -> tuple[str, list[str]]:

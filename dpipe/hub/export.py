@@ -52,6 +52,8 @@ def export_run(
     if url is not None:
         # The checkpoint has the whole adapter: what it began from may be gone.
         config = config.with_(adapter__start=None)
+    # An adapter is added to the matrices as they were published, not to rounded ones.
+    config = config.with_(adapter__base="full")
     source = source_of(config)
     for path in _small_files(source):
         source.refuse_link_out(path)

@@ -10,6 +10,7 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.hub.adapter import add_adapter, initialise_adapter
+from dpipe.hub.quantised import check_quantised, quantise
 from dpipe.hub.skeleton import Skeleton, check_sizes, skeleton_of
 from dpipe.hub.source import ModelSource, find_source
 from dpipe.hub.tensors import Weights, fill_from, open_weights
@@ -31,7 +32,7 @@ def layered_model(config: Config) -> LayeredModel:
     skeleton = adapted_skeleton(config, source)
     factories: list[Callable[[], nn.Module]] = []
     for index in range(skeleton.num_layers):
-        factories.append(partial(_layer, skeleton, index))
+        factories.append(partial(_layer, skeleton, index, config.adapter.base))
     learns_all = config.adapter.kind == "none"
     tokens = skeleton.architecture.tokens
     # Opened when the first layer is filled: a prediction needs none.
@@ -80,14 +81,18 @@ def adapted_skeleton(config: Config, source: ModelSource) -> Skeleton:
         try_out(published)
         skeleton = skeleton_of(published)
         add_adapter(skeleton, config.adapter)
+    if config.adapter.base != "full":
+        check_quantised(skeleton, config.adapter.base)
     if config.adapter.start is not None:
         check_adapter(Path(config.adapter.start), config.adapter, skeleton)
     return skeleton
 
 
-def _layer(skeleton: Skeleton, index: int) -> nn.Module:
+def _layer(skeleton: Skeleton, index: int, base: str) -> nn.Module:
     layer = skeleton.layer(index)
     freeze(layer)
+    if base != "full" and skeleton.is_block(index):
+        quantise(layer, base)
     return layer
 
 

@@ -49,6 +49,9 @@ class Skeleton:
         """Whether the head's weight is the embedding's."""
         return bool(self.config.tie_word_embeddings)
 
+    def is_block(self, index: int) -> bool:
+        return 0 < index < self.num_layers - 1
+
     def published_name(self, layer: int, name: str) -> str:
         """What transformers calls the parameter that is `name` in that layer of the pipeline."""
         parts = self.architecture
@@ -77,7 +80,7 @@ class Skeleton:
         """Equal for blocks that differ in nothing but their values: by their parameters, and by
         what they see.
         """
-        if not 0 < index < self.num_layers - 1:
+        if not self.is_block(index):
             return index
         number = index - 1
         kinds = getattr(self.config, "layer_types", None)

@@ -18,6 +18,7 @@ from dpipe.errors import CheckpointError
 from dpipe.hub.architectures import Experts
 from dpipe.hub.gguf_header import check_gguf
 from dpipe.hub.index import read_index
+from dpipe.hub.quantised import quantised
 from dpipe.hub.skeleton import Skeleton, skeleton_of
 from dpipe.hub.source import ModelSource
 
@@ -143,18 +144,29 @@ def fill_from(
 
     Raises `CheckpointError` for a tensor that is missing or has another shape.
     """
+    for name, module in quantised(layer):
+        shape = (module.out_features, module.in_features)
+        module.take(_published(weights, skeleton, index, f"{name}.weight", shape))
     empty = [*layer.named_parameters(), *layer.named_buffers()]
     for name, tensor in empty:
         if not tensor.is_meta or "lora_" in name:
             continue
-        published = skeleton.published_name(index, name).replace(_WRAPPED, "")
-        value = _value(weights, skeleton, published)
-        if value.shape != tensor.shape:
-            raise CheckpointError(
-                f"{published} is {list(value.shape)} in the weights of model.hf, and its "
-                f"config.json makes it {list(tensor.shape)}: they are of different models"
-            )
+        value = _published(weights, skeleton, index, name, tensor.shape)
         _put(layer, name, value.to(dtype).contiguous())
+
+
+def _published(
+    weights: Weights, skeleton: Skeleton, index: int, name: str, shape: Sequence[int]
+) -> torch.Tensor:
+    """Of parameter `name` of a layer. Raises `CheckpointError` as `fill_from`."""
+    published = skeleton.published_name(index, name).replace(_WRAPPED, "")
+    value = _value(weights, skeleton, published)
+    if value.shape != shape:
+        raise CheckpointError(
+            f"{published} is {list(value.shape)} in the weights of model.hf, and its "
+            f"config.json makes it {list(shape)}: they are of different models"
+        )
+    return value
 
 
 def _put(layer: nn.Module, name: str, value: torch.Tensor) -> None:

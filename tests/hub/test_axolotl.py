@@ -52,6 +52,13 @@ def test_lora_job_comes_over_whole() -> None:
     assert (config.pipeline.recompute, config.run.folder) == ("full", "outputs/run")
 
 
+def test_base_of_few_bits_comes_over() -> None:
+    for key, base in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        table, left_out = of(adapter="qlora", **{key: True})
+        assert left_out == []
+        assert build(table).adapter.base == base
+
+
 def test_defaults_are_those_of_axolotl() -> None:
     config = build(of(sample_packing=None, val_set_size=None)[0])
     assert (config.train.weight_decay, config.train.betas) == (0.0, (0.9, 0.999))
@@ -59,11 +66,10 @@ def test_defaults_are_those_of_axolotl() -> None:
 
 
 def test_keys_without_a_counterpart_are_named() -> None:
-    _, left_out = of(deepspeed="zero3.json", optimizer="galore_adamw", load_in_4bit=True)
+    _, left_out = of(deepspeed="zero3.json", optimizer="galore_adamw", load_in_8bit=False)
     assert left_out == [
         "optimizer = 'galore_adamw' has no counterpart",
         "deepspeed = 'zero3.json' has no counterpart",
-        "load_in_4bit = True has no counterpart",
     ]
 
 

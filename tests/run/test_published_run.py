@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from dpipe.config.load import build
 from dpipe.report.trace import load_inputs
+from dpipe.run.export import export_folder
+from dpipe.run.generate import generate_text
 
 published = pytest.importorskip("hub.published")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -90,9 +92,6 @@ def test_run_goes_on_at_the_very_sample(chats, losses):
 
 
 def test_answer_of_a_run_is_that_of_its_export(chats, losses, tmp_path):
-    from dpipe.run.export import export_folder
-    from dpipe.run.generate import generate_text
-
     config = chats(1)
     losses(config)
     run = Path(config.run.folder)
@@ -110,3 +109,18 @@ def test_answer_of_a_run_is_that_of_its_export(chats, losses, tmp_path):
     if tokenizer.eos_token_id in theirs:
         theirs = theirs[: theirs.index(tokenizer.eos_token_id)]
     assert answer == tokenizer.decode(theirs)
+
+
+def test_base_of_4_bits_answers_as_it_was_trained_and_goes_out_whole(chats, losses, tmp_path):
+    bf16 = {"train__parameters": "bf16", "train__precision": "bf16"}
+    config = chats(2, adapter__base="nf4", train__eval_every=4, **bf16)
+    first, *_, last = losses(config)
+    assert last < first
+    run = Path(config.run.folder)
+    generate_text(run, "what is 2?", tokens=2, temperature=0, seed=0, chat=True)
+    export_folder(run, tmp_path / "out")
+    # What the adapter leaves alone is as it was published.
+    for name, value in published.reference(tmp_path / "out").named_parameters():
+        if "norm" in name or "embed" in name:
+            original = published.reference(tmp_path / "model").get_parameter(name)
+            assert torch.equal(value, original)
