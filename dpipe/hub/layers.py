@@ -10,10 +10,12 @@ B batch · T position · D width · V vocabulary · Q query · K key
 
 # ruff: noqa: N803, N806 - shape suffixes
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 Placed = tuple[torch.Tensor, torch.Tensor]  # x_BTD, positions_BT
@@ -34,12 +36,21 @@ class Context:
         self._kind = kind
         self._window = window
 
-    def of(self, x_BTD: torch.Tensor, positions_BT: torch.Tensor | None) -> dict[str, Any]:
-        """The arguments that transformers' own model would give to the block."""
+    @property
+    def config(self) -> Any:
+        return self._config
+
+    def of(
+        self, x_BTD: torch.Tensor, positions_BT: torch.Tensor | None, num_seen: int = 0
+    ) -> dict[str, Any]:
+        """The arguments that transformers' own model would give to the block. Of `num_seen` tokens
+        before these it has the keys and values: then there is one, which sees all of them.
+        """
         mask = None
         if positions_BT is None:
-            positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
-            mask = self._mask(x_BTD)
+            positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None] + num_seen
+            if not num_seen:
+                mask = self._mask(x_BTD)
         else:
             positions = positions_BT.long()
             mask = self._mask_of_samples(x_BTD, positions)
@@ -89,6 +100,8 @@ class HubEmbedding(nn.Module):
         self._tokens = tokens
         self._positions = positions
         self._dropout = dropout
+        self.counts = False  # whether what follows is the rest of one text
+        self.num_seen = 0
         self.draws = draws_numbers(self)
 
     def forward(
@@ -99,6 +112,9 @@ class HubEmbedding(nn.Module):
             positions = positions_BT
             if positions is None:
                 positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
+                positions = positions + self.num_seen
+                if self.counts:
+                    self.num_seen += x_BTD.shape[1]
             x_BTD = x_BTD + self.get_submodule(self._positions)(positions.long())
         if self._dropout is not None:
             x_BTD = self.get_submodule(self._dropout)(x_BTD)
@@ -108,18 +124,22 @@ class HubEmbedding(nn.Module):
 class HubBlock(nn.Module):
     """One decoder layer, as transformers has it."""
 
-    def __init__(self, block: nn.Module, context: Context, *, draws: bool) -> None:
+    def __init__(self, block: nn.Module, context: Context, *, number: int, draws: bool) -> None:
         super().__init__()
         self.block = block
-        self._context = context
+        self.number = number
+        self.keys: DynamicCache | None = None  # of all blocks
+        self.context = context
         self.draws = draws or draws_numbers(self)
 
     def forward(
         self, x_BTD: torch.Tensor, positions_BT: torch.Tensor | None = None
     ) -> torch.Tensor | Placed:
-        arguments = self._context.of(x_BTD, positions_BT)
-        # Without a cache: it would keep the keys of one micro-batch for the next.
-        x_BTD = self.block(x_BTD, past_key_values=None, use_cache=False, **arguments)
+        keys = self.keys
+        num_seen = 0 if keys is None else int(keys.get_seq_length(self.number))
+        arguments = self.context.of(x_BTD, positions_BT, num_seen)
+        # While it trains, without a cache: it would keep the keys of one micro-batch for the next.
+        x_BTD = self.block(x_BTD, past_key_values=keys, use_cache=keys is not None, **arguments)
         return x_BTD if positions_BT is None else (x_BTD, positions_BT)
 
 
@@ -141,6 +161,30 @@ class HubHead(nn.Module):
             return logits_BTV
         # Before the loss, as Gemma 2 was trained.
         return torch.tanh(logits_BTV / self._soft_cap) * self._soft_cap
+
+
+class HubKeyCache:
+    """Keys and values of a text that grows, for all layers of a model in one process
+    (`data/sampling.py`).
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._embeddings = [layer for layer in layers if isinstance(layer, HubEmbedding)]
+        self._blocks = [layer for layer in layers if isinstance(layer, HubBlock)]
+
+    def begin(self) -> None:
+        config = self._blocks[0].context.config
+        self._set(DynamicCache(config=config))
+
+    def end(self) -> None:
+        self._set(None)
+
+    def _set(self, keys: DynamicCache | None) -> None:
+        for embedding in self._embeddings:
+            embedding.counts = keys is not None
+            embedding.num_seen = 0
+        for block in self._blocks:
+            block.keys = keys
 
 
 def draws_numbers(module: nn.Module) -> bool:

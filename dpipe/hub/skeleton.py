@@ -117,7 +117,7 @@ class Skeleton:
         if parts.rotary_by_layer:
             kind = self.config.layer_types[number]
         context = Context(self.config, rotary, kind, self._window(number))
-        return HubBlock(block, context, draws=_draws(self.config))
+        return HubBlock(block, context, number=number, draws=_draws(self.config))
 
     def _window(self, number: int) -> int | None:
         """The sliding window of block `number`; None where it sees all that is before."""

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from dpipe.config.load import Config
-from dpipe.data.sampling import continue_ids
+from dpipe.data.sampling import KeyCache, continue_ids
 from dpipe.data.tokenizer import Tokenizer, tokenizer_of, words_of
 from dpipe.errors import CheckpointError, ConfigError, DataError
+from dpipe.hub.extra import hub_function
 from dpipe.plan.run_plan import make_model
 from dpipe.stage.families import FAMILIES
 from dpipe.stage.model import materialise, saved_buffers
@@ -71,7 +72,15 @@ def _answer(
     context = config.model.context
     vocab_size = words.vocab_size
     continued = continue_ids(
-        layers, ids, num_tokens, context, vocab_size, temperature, seed, end=words.end
+        layers,
+        ids,
+        num_tokens,
+        context,
+        vocab_size,
+        temperature,
+        seed,
+        end=words.end,
+        keys=_keys_of(config, layers),
     )
     answer = continued[len(ids) :]
     if answer and answer[-1] == words.end:
@@ -107,7 +116,14 @@ def _continue(
         raise CheckpointError("the prompt is empty; give at least one character")
     try:
         continued = continue_ids(
-            layers, ids, num_tokens, config.model.context, tokenizer.vocab_size, temperature, seed
+            layers,
+            ids,
+            num_tokens,
+            config.model.context,
+            tokenizer.vocab_size,
+            temperature,
+            seed,
+            keys=_keys_of(config, layers),
         )
         return tokenizer.decode(continued)
     except Exception as error:  # whatever a user's own layers raise
@@ -116,6 +132,14 @@ def _continue(
             f"{error}; its layers must take from one to model.context tokens and return "
             "[batch, tokens, vocabulary]"
         ) from error
+
+
+def _keys_of(config: Config, layers: list[nn.Module]) -> KeyCache | None:
+    """Of a published model alone: dpipe's own, and a user's, see the whole text at each token."""
+    if config.model.hf is None:
+        return None
+    cache: KeyCache = hub_function("layers:HubKeyCache")(layers)
+    return cache
 
 
 def load_all_layers(
