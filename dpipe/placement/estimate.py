@@ -192,13 +192,15 @@ class _Batch:
         final_s = replica_s - self._tails_s
         takes_s = self._exchange_s(final_s)
         takes_s.max(axis=1, out=found.exchange_s)
-        agreed_s = takes_s + final_s.max(axis=1, keepdims=True)
+        last_s = final_s.max(axis=1, keepdims=True)
+        agreed_s = last_s + takes_s
         done_s = np.maximum(agreed_s, replica_s)
         done_s += ballots_s
         done_s.max(axis=(1, 2), out=step_s)
         share = self._problem.agreeing_share(self._shape)
         if share < 1:  # the other steps end when they are computed
-            computed_s = (replica_s + ballots_s).max(axis=(1, 2))
+            ends_s = replica_s + ballots_s
+            computed_s = ends_s.max(axis=(1, 2))
             step_s *= share
             step_s += (1 - share) * computed_s
         # Of what never ends nothing can be subtracted.
@@ -210,14 +212,15 @@ class _Batch:
         to its first stage.
         """
         seats = self._seats
+        leading = seats[..., 0]
         if not self._problem.votes:
-            return np.zeros(seats.shape), np.zeros(seats.shape[:2])
+            return np.zeros(seats.shape), np.zeros(leading.shape)
         delay_s = self._units.delay_s
-        first = seats[:, :1, :1]
-        verdicts_s = delay_s[first[..., 0], seats[..., 0]]
+        coordinator = leading[:, :1]
+        verdicts_s = delay_s[coordinator, leading]
         # The first replica shares the coordinator's machine.
         verdicts_s[:, 0] = 0.0
-        ballots_s = delay_s[seats, first]
+        ballots_s = delay_s[seats, coordinator[..., None]]
         return ballots_s, verdicts_s
 
     @property
@@ -320,7 +323,8 @@ class _Batch:
         # Replicas are cut alike: the first stands for all.
         size = self._of_layers(by_layer)[:, 0]
         groups = self._seats.transpose(0, 2, 1)
-        takes_s = self._agreed_s(size, groups, final_s.transpose(0, 2, 1))
+        of_groups_s = final_s.transpose(0, 2, 1)
+        takes_s = self._agreed_s(size, groups, of_groups_s)
         return takes_s.transpose(0, 2, 1)
 
     def _exchange_by_segment_s(self, final_s: Floats) -> Floats:
@@ -345,7 +349,8 @@ class _Batch:
         stages = held[candidate, :, start]  # [segment, replica]
         places = (candidate[:, None], np.arange(replicas), stages)
         groups = self._seats[places]
-        takes_s = self._agreed_s(size[None], groups[None], final_s[places][None])[0]
+        of_groups_s = final_s[places]
+        takes_s = self._agreed_s(size[None], groups[None], of_groups_s[None])[0]
         of_seats = np.zeros(self._seats.shape)
         np.add.at(of_seats, places, takes_s)
         return of_seats
@@ -356,13 +361,15 @@ class _Batch:
         """
         units = self._units
         replicas = groups.shape[2]
-        one_way_gbit = size * (GBIT / replicas / 2)
+        share = GBIT / replicas
+        one_way_gbit = size * share / 2
+        one_way_gbit = one_way_gbit[..., None, None]
         source = groups[..., :, None]
         target = groups[..., None, :]
         # Flat, because a search looks up more of these than of anything else.
         pairs = source * len(units) + target
         sends_s = units.gbit_s(replicas).take(pairs)
-        sends_s *= one_way_gbit[..., None, None]
+        sends_s *= one_way_gbit
         ways_s = units.delay_s_apart.take(pairs)
         ways_s += sends_s
         # What a replica sums up it has when the last of the others' has come.
@@ -373,7 +380,9 @@ class _Batch:
         ways_s += summed_s[..., None]
         np.maximum(arrives_s, ways_s, out=ways_s)
         agreed_s: Floats = ways_s.max(axis=2)
-        return agreed_s - final_s.max(axis=2, keepdims=True)
+        last_s = final_s.max(axis=2, keepdims=True)
+        agreed_s -= last_s
+        return agreed_s
 
 
 def _summed(steps: Floats) -> Floats:

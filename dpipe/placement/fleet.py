@@ -56,7 +56,8 @@ class Units:
         in_s = others / self.ingress_gbps[None, :]
         through_s = np.maximum(out_s, in_s)
         # What stays on a machine does not pass its interface.
-        through_s[self.machine[:, None] == self.machine] = 0.0
+        inside = self.machine[:, None] == self.machine
+        through_s[inside] = 0.0
         seconds: Floats = np.maximum(over_link_s, through_s)
         np.fill_diagonal(seconds, 0.0)
         return seconds.ravel()
