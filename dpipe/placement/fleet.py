@@ -35,6 +35,13 @@ class Units:
     def __len__(self) -> int:
         return len(self.machine)
 
+    @cached_property
+    def gbps_apart(self) -> Floats:
+        """As `gbps`, with no bound of a unit by itself: flat, by source * units + target."""
+        gbps = self.gbps.copy()
+        np.fill_diagonal(gbps, np.inf)
+        return gbps.ravel()
+
     def gbit_s(self, replicas: int) -> Floats:
         """Seconds a Gbit takes while each of `replicas` units sends as much to all others, and gets
         as much: over the link, or through an interface that all of them share. Nothing of a unit to
