@@ -27,8 +27,8 @@ Then the replicas of each stage exchange gradients, when the slowest has its own
 slowest link, egress or ingress takes, and two delays. And the ballots of a step cross the network.
 
 Replicas of one stage are as simulated: each sends from when it has its gradients, so that a fast
-one has crossed its slow link before the slowest is done, and begins when the verdict has reached it.
-Of longer pipelines the same was tried. It let a search put stages far apart whose exchange hides it,
+one has crossed its slow link before the slowest is done, and begins when the verdict has come. Of
+longer pipelines the same was tried. It let a search put stages far apart, whose exchange hides it,
 and the orders that are tried first do not: 20.5 s a step in place of 15.9 for 64 machines.
 
     replica 0  computes ....|-- to 1 --|                 |-- to 0, 2 --|
