@@ -3,6 +3,7 @@ between them. One file, `machines.toml`. No torch.
 
 machine.py  `Machine`, `LayerTime`, `Measurement`, `Cluster`: what the file says
 file.py     from the file, and back
+groups.py   ranks that were measured as a machine each, put together as a run takes them
 hosts.py    the network between hosts, of a profile or of such a file
 seats.py    which rank is on which machine, and what a simulation takes of that
 

@@ -26,6 +26,15 @@ A replica takes at least the longest of these, by stage:
 Then the replicas of each stage exchange gradients, when the slowest has its own: as much as its
 slowest link, egress or ingress takes, and two delays. And the ballots of a step cross the network.
 
+Replicas of one stage are as simulated: each sends from when it has its gradients, so that a fast
+one has crossed its slow link before the slowest is done, and begins when the verdict has come. Of
+longer pipelines the same was tried. It let a search put stages far apart, whose exchange hides it,
+and the orders that are tried first do not: 20.5 s a step in place of 15.9 for 64 machines.
+
+    replica 0  computes ....|-- to 1 --|                 |-- to 0, 2 --|
+    replica 1  computes .|-- to 0 --|       sums its share up
+    replica 2  computes ..........|-- to 1 -------------|
+
 Left out, which the simulator has: how forward and backward get in each other's way, the order of
 messages in an egress, what is computed during an exchange. In steps that a machine or a link fills,
 they are small.
@@ -175,6 +184,10 @@ class _Batch:
         return found
 
     def _set_steps(self, found: Estimate) -> None:
+        shape = self._shape
+        if shape.stages == 1 and shape.replicas > 1 and not self._cut_apart:
+            self._set_steps_of_one_stage(found)
+            return
         step_s = found.step_s
         # A stage's gradient is final when its last backward pass is over.
         replica_s = found.replica_s[..., None]
@@ -193,6 +206,58 @@ class _Batch:
         # Of what never ends nothing can be subtracted.
         endless = np.isnan(step_s)
         step_s[endless] = np.inf
+
+    def _set_steps_of_one_stage(self, found: Estimate) -> None:
+        """In a row of steps: each begins as late as its ranks hear of the one before."""
+        seats = self._seats[..., 0]
+        ballots_s = np.zeros(seats.shape)
+        ready_s = found.replica_s
+        if self._problem.votes:
+            delay_s = self._units.delay_s
+            coordinator = seats[:, :1]
+            ballots_s = delay_s[seats, coordinator]
+            verdicts_s = delay_s[coordinator, seats]
+            ready_s = ready_s + verdicts_s
+        agreed_s = self._agreed_of_one_stage_s(ready_s)
+        last_s = ready_s.max(axis=1, keepdims=True)
+        takes_s = agreed_s - last_s
+        takes_s.max(axis=1, out=found.exchange_s[:, 0])
+        agreed_s += ballots_s
+        ready_s = ready_s + ballots_s
+        over_s = agreed_s.max(axis=1)
+        computed_s = ready_s.max(axis=1)
+        share = self._problem.agreeing_share(self._shape)
+        step_s = share * over_s + (1 - share) * computed_s
+        endless = np.isnan(step_s)
+        step_s[endless] = np.inf
+        found.step_s[:] = step_s
+
+    def _agreed_of_one_stage_s(self, ready_s: Floats) -> Floats:
+        """When each replica has the mean of all gradients, which are ready then: [candidate,
+        replica].
+        """
+        units = self._units
+        replicas = self._shape.replicas
+        seats = self._seats[..., 0]
+        by_layer = self._problem.exchanged_bytes(self._shape)
+        share_gbit = by_layer[-1] * GBIT / replicas
+        one_way_gbit = share_gbit / 2
+        source = seats[:, :, None]
+        target = seats[:, None, :]
+        pairs = source * len(units) + target
+        sends_s = units.gbit_s(replicas).take(pairs)
+        sends_s *= one_way_gbit
+        ways_s = units.delay_s_apart.take(pairs)
+        ways_s += sends_s
+        # What a replica sums up it has when the last of the others' has come.
+        arrives_s = ready_s[..., None] + ways_s
+        summed_s = arrives_s.max(axis=1)
+        # The sum sets off then, or behind what the same link was still sending.
+        arrives_s += sends_s
+        ways_s += summed_s[..., None]
+        np.maximum(arrives_s, ways_s, out=ways_s)
+        agreed_s: Floats = ways_s.max(axis=1)
+        return agreed_s
 
     @property
     def _turn_s(self) -> Floats:

@@ -42,9 +42,36 @@ class Units:
         np.fill_diagonal(gbps, np.inf)
         return gbps.ravel()
 
+    def gbit_s(self, replicas: int) -> Floats:
+        """Seconds a Gbit takes while each of `replicas` units sends as much to all others, and gets
+        as much: over the link, or through an interface that all of them share. Nothing of a unit to
+        itself. Flat, by source * units + target.
+        """
+        if replicas not in self._gbit_s:
+            self._gbit_s[replicas] = self._seconds_a_gbit(replicas - 1)
+        return self._gbit_s[replicas]
+
+    @cached_property
+    def _gbit_s(self) -> dict[int, Floats]:
+        """By the number of replicas: a search looks the same up again and again."""
+        return {}
+
+    def _seconds_a_gbit(self, others: int) -> Floats:
+        with np.errstate(divide="ignore"):
+            over_link_s = 1 / self.gbps
+        out_s = others / self.egress_gbps[:, None]
+        in_s = others / self.ingress_gbps[None, :]
+        through_s = np.maximum(out_s, in_s)
+        # What stays on a machine does not pass its interface.
+        inside = self.machine[:, None] == self.machine
+        through_s[inside] = 0.0
+        seconds: Floats = np.maximum(over_link_s, through_s)
+        np.fill_diagonal(seconds, 0.0)
+        return seconds.ravel()
+
     @cached_property
     def delay_s_apart(self) -> Floats:
-        """The same of `delay_s`."""
+        """`delay_s`, and none of a unit to itself: flat as well."""
         delay_s = self.delay_s.copy()
         np.fill_diagonal(delay_s, 0.0)
         return delay_s.ravel()

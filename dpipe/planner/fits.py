@@ -37,9 +37,7 @@ def planned(
     if config.predict.machines is None:
         return planned_overrides
     refuse_other_machines(plan, load_machines(config.predict.machines))
-    # Of a stage, not of a rank: a machine holds a tensor-parallel group.
-    seats = [name for replica in plan.replicas for name in replica]
-    return (*planned_overrides, f"predict.seats={to_toml(seats)}")
+    return (*planned_overrides, f"predict.seats={to_toml(list(plan.groups))}")
 
 
 def refuse_other_seat(plan_path: str | Path, rank: int, name: str) -> None:

@@ -64,8 +64,14 @@ class Plan:
     @property
     def seats(self) -> tuple[str, ...]:
         """The machine of each rank."""
-        stages = [name for replica in self.replicas for name in replica]
-        return tuple(name for name in stages for _ in range(self.group_size))
+        return tuple(name for name in self.groups for _ in range(self.group_size))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The machine of each stage's ranks, as `predict.seats` has it: once for a tensor-parallel
+        group.
+        """
+        return tuple(name for replica in self.replicas for name in replica)
 
     @property
     def overrides(self) -> tuple[str, ...]:

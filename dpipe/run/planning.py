@@ -5,13 +5,15 @@ the job for them.
     rank 1    join  measure  take the plan  <─────────┤  leave   join the run
     rank 2    join  measure  take the plan  <─────────┘  leave   (left out: it ends here)
 
-Each rank counts as a machine of its own. Rank 0 keeps its number: the others know its address, and
-somebody looks at its output.
+Each rank counts as a machine of its own; where the job states tensor_parallel.size, each so many
+ranks of one host do. Rank 0 keeps its number: the others know its address, and somebody looks at
+its output.
 """
 
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from dpipe.config.load import Config, load
 from dpipe.coordinator.shared import PLAN
 from dpipe.errors import ConfigError, TransferError
 from dpipe.machines.file import dump_machines
-from dpipe.machines.machine import Cluster
+from dpipe.machines.groups import groups_of, one_rank_each, with_a_machine_each
 from dpipe.measure.found import MeasuredCluster
 from dpipe.placement.choices import choices_of
 from dpipe.placement.objective import Objective
@@ -54,7 +56,9 @@ def plan_together(
         coordinator,
         measured,
     ):
-        cluster = _one_rank_each(measured.cluster)
+        alone = one_rank_each(measured.cluster)
+        groups = groups_of(alone, config.tensor_parallel.size)
+        cluster = with_a_machine_each(alone, groups)
         text = ""
         if process.rank == 0:
             whole = whole_model_of(config)
@@ -67,10 +71,9 @@ def plan_together(
     machines = _keep(folder, "machines", dump_machines(cluster))
     kept = _keep(folder, "plan", shared[0])
     say(f"kept in {kept} and {machines}: to resume the run, give it --plan and --machines")
-    here = cluster.names[process.rank]
-    if here not in plan.seats:
+    rank = rank_in(plan, groups, alone.names[process.rank])
+    if rank is None:
         return None
-    rank = plan.seats.index(here)
     planned = _with_plan(config, plan, machines)
     return planned, replace(process, rank=rank, world_size=len(plan.seats))
 
@@ -79,7 +82,7 @@ def _with_plan(config: Config, plan: Plan, machines: Path) -> Config:
     overrides = (
         *plan.overrides,
         f"predict.machines={to_toml(str(machines))}",
-        f"predict.seats={to_toml(list(plan.seats))}",
+        f"predict.seats={to_toml(list(plan.groups))}",
         "pipeline.plan=none",
     )
     # Code that the job names was asked about when it was loaded.
@@ -106,16 +109,12 @@ def plan_of_rank_0(text: str) -> Plan:
         ) from None
 
 
-def _one_rank_each(cluster: Cluster) -> Cluster:
-    """Where several ranks are on one host each has one device, and its part of main memory."""
-    hosts = [machine.host for machine in cluster.machines]
-    machines = []
-    for machine in cluster.machines:
-        memory_gb = machine.memory_gb
-        if memory_gb is not None and machine.device == "cpu" and machine.host is not None:
-            memory_gb /= hosts.count(machine.host)
-        machines.append(replace(machine, devices=1, memory_gb=memory_gb))
-    return replace(cluster, machines=tuple(machines))
+def rank_in(plan: Plan, groups: Sequence[Sequence[str]], name: str) -> int | None:
+    """Which rank of the plan that of `groups` by this name is; None if the plan leaves it out."""
+    for group in groups:
+        if name in group and group[0] in plan.groups:
+            return plan.groups.index(group[0]) * len(group) + group.index(name)
+    return None
 
 
 def _keep(folder: Path, kind: str, text: str) -> Path:

@@ -113,3 +113,27 @@ def test_replicas_with_one_cut_exchange_the_same_where_each_states_it() -> None:
     # Where cuts differ a stage has several segments, each with delays of its own.
     apart = estimate(given, shape, seats, ends)
     assert (apart.exchange_s.sum(axis=1) > by_stage.exchange_s.max(axis=1)).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_of_one_stage_on_unequal_machines_are_estimated_as_simulated(seed: int) -> None:
+    """The slowest machine was once added to the slowest link and the farthest delay, wherever those
+    were: up to 29 % too much for four replicas.
+    """
+    settings: dict[str, object] = {"kind": "all-reduce", "replicas": 4}
+    config = job(batch_size=32, data_parallel=settings, pipeline={"stages": 1})
+    estimated_s, simulated_s = both_s(config, machines(4, seed))
+    assert estimated_s == pytest.approx(simulated_s, rel=0.01)
+
+
+def test_late_replica_sends_alone_through_its_interface() -> None:
+    """Three shares through an egress of a third of the link's rate, when the others are done."""
+    settings: dict[str, object] = {"kind": "all-reduce", "replicas": 4}
+    config = job(batch_size=32, data_parallel=settings, pipeline={"stages": 1})
+    every = [Machine(f"m{number}", gflops=40.0) for number in range(3)]
+    late = Machine("late", gflops=10.0, egress_gbps=0.1)
+    cluster = Cluster((*every, late), default_link=Link(1.0, 0.3))
+    estimated_s, simulated_s = both_s(config, cluster)
+    assert estimated_s == pytest.approx(simulated_s, rel=0.01)
+    fast = replace(cluster, machines=(*every, replace(late, egress_gbps=0.3)))
+    assert both_s(config, fast)[0] < 0.97 * estimated_s

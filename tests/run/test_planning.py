@@ -6,8 +6,10 @@ import pytest
 
 from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError, InputError, TransferError
+from dpipe.machines import groups
 from dpipe.machines.machine import Cluster, Machine
-from dpipe.planner.plan_file import load_plan
+from dpipe.network.link import Link
+from dpipe.planner.plan_file import Plan, load_plan
 from dpipe.processes.environment import AgentStore, ProcessInfo
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs
@@ -72,7 +74,7 @@ def test_ranks_of_one_host_share_its_memory() -> None:
         Machine("c", host="10.0.0.2", memory_gb=8.0),
         Machine("d", host="10.0.0.1", device="cuda X", devices=4, memory_gb=8.0),
     )
-    found = planning._one_rank_each(Cluster(machines)).machines
+    found = groups.one_rank_each(Cluster(machines)).machines
     assert [machine.devices for machine in found] == [1, 1, 1, 1]
     assert [machine.memory_gb for machine in found] == pytest.approx([8 / 3, 8 / 3, 8, 8])
 
@@ -96,3 +98,43 @@ def test_meeting_before_the_run_has_a_key_of_its_own_in_torchruns_store() -> Non
     assert other.key == "dpipe/coordinator/0/measure"
     alone = ProcessInfo(0, 1)
     assert alone.meeting("measure") is alone
+
+
+TWO_HOSTS = Cluster(
+    tuple(
+        Machine(f"{host}-{rank}", host=host, memory_gb=8.0)
+        for rank, host in enumerate(["near", "far", "near", "far", "near"])
+    ),
+    default_link=Link(1.0, 1.0),
+)
+
+
+def plan_of(*replicas: tuple[str, ...], size: int) -> Plan:
+    """Of nothing but its machines."""
+    return Plan("", "", 1.0, {"tensor_parallel": {"size": size}}, replicas)
+
+
+def test_ranks_of_one_host_are_a_tensor_parallel_group() -> None:
+    pairs = groups.groups_of(TWO_HOSTS, 2)
+    assert pairs == (("near-0", "near-2"), ("far-1", "far-3"))
+
+    grouped = groups.with_a_machine_each(TWO_HOSTS, pairs)
+    assert [(each.name, each.devices) for each in grouped.machines] == [("near-0", 2), ("far-1", 2)]
+
+    plan = plan_of(("near-0", "far-1"), size=2)
+    ranks = [planning.rank_in(plan, pairs, name) for name in TWO_HOSTS.names]
+    # As they joined; the fifth has nobody to be a group with.
+    assert ranks == [0, 2, 1, 3, None]
+
+
+def test_run_that_was_planned_sits_by_groups_and_not_by_ranks(tmp_path: Path) -> None:
+    """Each name stood once a rank: a group of two had taken the place of two stages."""
+    plan = plan_of(("near-0", "far-1"), size=2)
+    planned = planning._with_plan(job(tmp_path), plan, tmp_path / "machines.toml")
+    assert planned.predict.seats == ("near-0", "far-1")
+    assert plan.seats == ("near-0", "near-0", "far-1", "far-1")
+
+
+def test_host_with_too_few_ranks_for_a_group_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rank 0 has 3 ranks, but tensor_parallel\.size is 4"):
+        groups.groups_of(TWO_HOSTS, 4)
