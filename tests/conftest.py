@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """scripts/test finds the files with these marks by their text, and collects no others."""
     text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
     for item in items:
-        for mark in ("alone", "lab", "gpu", "stand_in"):
+        for mark in ("alone", "daemon", "lab", "gpu", "stand_in"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
                 raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
     # The longest first: at the end of a parallel run nothing else would be left beside it.
@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("daemon") and "daemon" not in item.config.option.markexpr:
+        pytest.skip("runs only where it is asked for: scripts/test -m daemon")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(
             f"needs a CUDA GPU, and torch {torch.__version__} sees none; scripts/test has a "

@@ -67,6 +67,7 @@ class PrometheusPort:
             ) from None
         self._lock = Lock()  # guards the row, which scrapes read on threads of their own
         self._row: dict[str, Any] = {}
+        self._steps_done = 0
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -80,8 +81,11 @@ class PrometheusPort:
 
     def take(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl. What it does not have stays as it was."""
+        # A row of a held-out loss alone has the number of the step that comes next.
+        is_done = "loss" in row
         with self._lock:
             self._row.update(row)
+            self._steps_done = row.get("step", 0) + is_done
 
     def close(self) -> None:
         self._server.shutdown()
@@ -94,8 +98,9 @@ class PrometheusPort:
 
         with self._lock:
             row = dict(self._row)
+            steps_done = self._steps_done
         steps = CounterMetricFamily(STEPS, "Steps that are done.")
-        steps.add_metric([], row.get("step", -1) + 1)
+        steps.add_metric([], steps_done)
         yield steps
         for each in SINGLE:
             if isinstance(row.get(each.key), int | float):

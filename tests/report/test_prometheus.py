@@ -67,6 +67,12 @@ def test_scrape_finds_the_newest_row_in_base_units(port: PrometheusPort) -> None
     assert {name for name, _ in found} == set(NAMES)
 
 
+def test_held_out_loss_before_a_step_does_not_count_the_step(port: PrometheusPort) -> None:
+    """It counted."""
+    port.take({"step": 0, "held_out_loss": 3.0})
+    assert scrape(port.port)["dpipe_steps_total", ()] == 0
+
+
 def test_before_the_first_row_no_step_is_done(port: PrometheusPort) -> None:
     assert scrape(port.port) == {("dpipe_steps_total", ()): 0}
 
