@@ -32,6 +32,7 @@ SPECIALISTS = {
     "paramserver",
     "paramworker",
     "elastic",
+    "trackers",
 }
 BELOW_CONFIG = GROUND | ALPHABETS
 BELOW_MEETING = BELOW_CONFIG | {"config"} | SPECIALISTS
@@ -60,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
     "stage": BELOW_CONFIG | {"passes"},
     "session": {"errors", "wire"},
+    "trackers": {"choices", "errors", "timeline"},
     "coordinator": BELOW_CONFIG | {"session"},
     "transport": BELOW_CONFIG | {"session"},
     "dataparallel": BELOW_CONFIG | {"optimizers"},
@@ -119,6 +121,7 @@ WITHOUT_TORCH = (
     "stage/families.py",
     "transport/kinds.py",
     "optimizers/kinds.py",
+    "trackers/kinds.py",
     "cli/",
     "schedule/",
     "search/",

@@ -4,7 +4,7 @@ that join until the run is over. Killed and started again, it goes on.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from dpipe.probe.launcher_costs import to_text
 from dpipe.processes.environment import environment, process_info
 from dpipe.processes.signals import stop_on_signals
 from dpipe.report.display import Display, lasting
+from dpipe.report.tracking import Tracking
 from dpipe.run.join import security_of
 from dpipe.run.resume import layers_at, stages_at
 from dpipe.store.checkpoint import latest
@@ -41,6 +42,7 @@ from dpipe.store.run_folder import (
     refuse_links,
     save_configuration,
 )
+from dpipe.trackers.kinds import refuse_missing
 
 LOG = logging.getLogger("dpipe")
 _POLL_S = 0.5
@@ -80,6 +82,7 @@ def coordinate(
     """
     config = load(path, overrides, trust_code=trust_code)
     check_elastic(config)
+    refuse_missing(config.run.trackers)
     host, port = parse_address(bind)
     run_plan = draft(config, choose=without_search, predicts_memory=False)
     with (
@@ -223,7 +226,13 @@ class PlannedJob:
         console = Console(file=lasting(sys.stdout))
         display = stack.enter_context(Display(console, 0, self.num_steps))
         tensorboard = config.run.tensorboard
-        self.rows = RunRows(folder, tensorboard=tensorboard, show=display.show)
+        tracking = stack.enter_context(Tracking(config, folder, environment()))
+
+        def show(row: Mapping[str, Any]) -> None:
+            display.show(row)
+            tracking.take(row)
+
+        self.rows = RunRows(folder, tensorboard=tensorboard, show=show)
         stack.callback(self.rows.close)
 
     def config(self, ranks: int) -> dict[str, dict[str, Any]]:

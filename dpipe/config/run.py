@@ -18,6 +18,7 @@ from dpipe.config.section import (
     Section,
 )
 from dpipe.optimizers.kinds import OPTIMIZERS
+from dpipe.trackers.kinds import TRACKERS
 from dpipe.transport.kinds import TRANSPORTS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
@@ -148,6 +149,10 @@ class RunConfig(Section):
 
     tensorboard: bool = True
     """Whether FOLDER/tensorboard is written."""
+
+    trackers: tuple[Annotated[str, Name(TRACKERS)], ...] = ()
+    """Where rows go besides, each by an extra of dpipe: "wandb", "mlflow"; "otel" is a span for
+    each step. One that fails is a warning."""
 
     log_format: Literal["text", "json"] = "text"
     """How lines of the logs are written: "json" is an object a line with time, level, rank and

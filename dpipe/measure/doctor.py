@@ -25,7 +25,14 @@ from dpipe.errors import ConfigError
 from dpipe.session.stream import set_congestion_control
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
-_EXTRAS = {"hf": "transformers", "watch": "starlette", "prometheus": "prometheus_client"}
+_EXTRAS = {
+    "hf": "transformers",
+    "watch": "starlette",
+    "prometheus": "prometheus_client",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "otel": "opentelemetry",
+}
 _SYSCTL = Path("/proc/sys/net/ipv4")
 _LEAST_BUFFER_BYTES = 4 << 20  # of a connection: 1 Gbit/s over 32 ms
 _LEAST_FILES = 1024

@@ -11,6 +11,7 @@ summary.py      the summary that rank 0 prints at the end of a run
 processor_time.py  where the processor time of a rank's steps went
 timers.py       where a rank's time goes, by the names of Megatron-LM's timers
 trace.py        the last steps' spans of every rank beside the prediction; the Chrome trace
+tracking.py     rows and spans for the trackers of run.trackers
 trace_file.py   what the files of a trace may hold
 
 To add a number to the rows: put it in the row that `engine/trainer.py` writes. metrics.py stores

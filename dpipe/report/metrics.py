@@ -44,7 +44,7 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()  # others read it while the run goes on
         if self._board is not None:
-            self._board.add(row["step"], _scalars(row))
+            self._board.add(row["step"], scalars(row))
         self._show(row)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ def _is_row(value: object) -> bool:
     return isinstance(value, dict) and type(value.get("step")) is int
 
 
-def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
+def scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
     """All numbers of a row by their tag: first those of the row itself, then those of dicts in it,
     as `name/key`.
     """

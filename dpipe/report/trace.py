@@ -264,10 +264,7 @@ def load_trace(run: Path) -> Trace:
         )
     table = _read(path, _parse_plan)
     # Before anything is made of the plan: each rank that it counts must have a file.
-    by_rank = [
-        _read(folder / f"rank-{rank}.json", partial(load_steps, rank=rank))
-        for rank in range(table.world_size)
-    ]
+    by_rank = [rank_steps(run, rank) for rank in range(table.world_size)]
     inputs = _inputs(table, path)
     traced = [[step.step for step in steps] for steps in by_rank]
     # Not all steps: a rank whose trace did not fit its upload has sent fewer of the last ones.
@@ -290,6 +287,11 @@ def load_trace(run: Path) -> Trace:
         )
         predicted = Steady(scenario.lowered()).steady_step()
     return Trace(inputs, steps, scenario, _on_first_ranks(predicted, inputs.tensor_size))
+
+
+def rank_steps(run: Path, rank: int) -> list[StepSpans]:
+    """What one rank uploaded. Raises `ConfigError` if it is missing or damaged."""
+    return _read(run / "trace" / f"rank-{rank}.json", partial(load_steps, rank=rank))
 
 
 def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:

@@ -6,6 +6,7 @@ assemble   stages, data parallelism, update and executor, put together as a trai
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -33,13 +34,14 @@ from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.probe import launcher_costs
-from dpipe.processes.environment import ProcessInfo, load_kernels_at_start
+from dpipe.processes.environment import ProcessInfo, environment, load_kernels_at_start
 from dpipe.processes.signals import stop_on_signals
 from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.prometheus import PrometheusPort
 from dpipe.report.rows import OnRow, Row
+from dpipe.report.tracking import Tracking
 from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
@@ -63,6 +65,7 @@ from dpipe.store.run_folder import (
     with_chosen,
 )
 from dpipe.streams import Streams, streams_of
+from dpipe.trackers.kinds import refuse_missing
 from dpipe.transport.base import Transport
 from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import HopFormats
@@ -131,6 +134,7 @@ def _in_folder(
 def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     if process.rank == 0:
         refuse_folder(config, resume)
+        refuse_missing(config.run.trackers)
     return checked_plan(config, process)
 
 
@@ -320,8 +324,11 @@ def _with_metrics(
         stack.callback(prometheus.close)
         LOG.info("metrics for Prometheus at http://%s:%d/metrics", host, prometheus.port)
 
+    tracking = stack.enter_context(_tracking(job, config, folder, first_step))
+
     def show(row: Row) -> None:
         display.show(row)
+        tracking.take(row)
         if prometheus is not None:
             prometheus.take(row)
         if on_row is not None:
@@ -331,6 +338,16 @@ def _with_metrics(
     metrics = Metrics(folder, first_step=first_step, tensorboard=tensorboard, show=show)
     stack.callback(metrics.close)
     return replace(job, on_row=metrics.write)
+
+
+@contextmanager
+def _tracking(job: Job, config: Config, folder: Path, first_step: int) -> Iterator[Tracking]:
+    with Tracking(config, folder, environment()) as tracking:
+        yield tracking
+        # Not of a run that has failed: some ranks have uploaded no trace.
+        since_1970_ns = time.time_ns() - time.perf_counter_ns()
+        clock_us = (since_1970_ns - job.coordinator.clock_offset_ns) / 1e3
+        tracking.trace(folder, config.world_size, first_step=first_step, clock_us=clock_us)
 
 
 def _train(job: Job, resources: RankResources, config: Config, first_step: int) -> Outcome:

@@ -25,6 +25,7 @@ from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
 from dpipe.run.planning import plan_together
 from dpipe.store.run_folder import absent, open_folder, refuse_changes, refuse_folder, take_back
+from dpipe.trackers.kinds import refuse_missing
 
 
 def launch_ranks(
@@ -51,6 +52,7 @@ def launch_ranks(
     config = load(path, in_folder(overrides, resume), trust_code=trust_code)
     # Before the draft, which leaves a cache of the text that it reads.
     refuse_folder(config, resume is not None)
+    refuse_missing(config.run.trackers)
     if resume is not None:
         refuse_changes(config, change)
     # For its errors, for the cache of the text that it leaves, and for the costs of the layers:

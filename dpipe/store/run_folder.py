@@ -47,6 +47,8 @@ _WRITTEN = (
     "trace/*",
     "tensorboard",
     "tensorboard/*",
+    "wandb",
+    "mlflow.db",
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # What "auto" takes for these changes the losses, so that a run keeps it.
