@@ -72,8 +72,9 @@ def coordinate(
     say: Callable[[str], None],
     token: str = "",
     machines: OwnMachines | None = None,
-) -> None:
-    """Serve the run of a configuration until it is over, or this is asked to stop.
+) -> Path | None:
+    """Serve the run of a configuration until it is over, or this is asked to stop. Returns the
+    folder of a run that has finished.
 
     `token`: in the place of the environment's. With `machines`, which are not there when this is
     started again, it stops after a checkpoint.
@@ -106,6 +107,7 @@ def coordinate(
         say(f"coordinating {folder} at {host}:{server.port}; machines join: dpipe join HOST:PORT")
         _serve(server, folder, machines)
         say(_end(server, job, rests=machines is not None))
+        return folder if server.over.is_set() else None
 
 
 def _journal(folder: Path, stack: ExitStack) -> RunJournal:

@@ -45,9 +45,10 @@ def launch_elastic(
     *,
     trust_code: bool,
     say: Callable[[str], None],
-) -> None:
+) -> Path | None:
     """Train all ranks as processes of this machine, with so many spares, until the run is over or
-    this is asked to stop; killed ones are replaced. Started again it goes on.
+    this is asked to stop; killed ones are replaced. Started again it goes on. Returns what
+    `coordinate` does.
 
     Raises what `coordinate` does, and `RunError` where machines end as fast as they are started.
     """
@@ -56,7 +57,7 @@ def launch_elastic(
     token = config.node.token or own.get("DPIPE_TOKEN") or secrets.token_urlsafe(16)
     machines = LocalMachines(config, spares, token, trust_code=trust_code, say=say)
     try:
-        coordinate(
+        return coordinate(
             path,
             overrides,
             "127.0.0.1:0",

@@ -107,7 +107,6 @@ class ElasticServer:
         self._epoch_server: CoordinatorServer | None = None
         self._closers: list[threading.Thread] = []
         self._stopped = threading.Event()
-        self._began_at = time.time()
         self._losses: dict[int, float | None] = {}  # by step, as any rank said it
         self._digests = Digests()
         self._goodput = Goodput(self._newest_kept())

@@ -50,9 +50,10 @@ def coordinate(
     """
     from dpipe.agent.coordinate import coordinate as coordinate_here
     from dpipe.report.display import lasting
+    from dpipe.watch.report import write_at_end
 
     say = partial(click.echo, file=lasting(sys.stdout))
-    coordinate_here(
+    folder = coordinate_here(
         config,
         overrides,
         bind,
@@ -61,6 +62,8 @@ def coordinate(
         trust_code=trust_code,
         say=say,
     )
+    if folder is not None:
+        write_at_end(folder, trust_code=trust_code)
 
 
 @click.command()

@@ -159,7 +159,11 @@ def _launch_elastic(
         )
     if num_ranks is not None:
         raise click.UsageError("--spares takes as many ranks as CONFIG says: set pipeline.stages")
-    launch_elastic(config, overrides, spares, trust_code=trust_code, say=say)
+    from dpipe.watch.report import write_at_end
+
+    folder = launch_elastic(config, overrides, spares, trust_code=trust_code, say=say)
+    if folder is not None:
+        write_at_end(folder, trust_code=trust_code)
 
 
 @click.command()

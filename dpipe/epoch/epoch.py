@@ -34,7 +34,7 @@ from dpipe.epoch.preparation import check_elastic
 from dpipe.epoch.state import EpochState
 from dpipe.errors import ConfigError, DpipeError, InputError, JoinError, NumericError
 from dpipe.keeper.client import Fetching, KeeperClient
-from dpipe.keeper.copies import unpack
+from dpipe.keeper.copies import LayerCopy, unpack
 from dpipe.keeper.keeper import Keeper
 from dpipe.plan.run_plan import RunPlan
 from dpipe.processes.environment import ProcessInfo
@@ -130,6 +130,7 @@ class _Epoch:
         self._on_row = on_row
         self._vouch = vouch
         self._loaded: Loaded | None = None
+        self._copies: list[LayerCopy] = []  # that it goes on from
         self._state: EpochState | None = None
         self._steps = 0
 
@@ -243,9 +244,10 @@ class _Epoch:
                 known = assigned.digests.get(layer, [])
                 copies.append(fetching.fetch(step, layer, sources, known))
         # Where each epoch ends soon, the states of all of them would add up.
-        self._keeper.keep(self._own_layers(run_plan), {step, *self._keeper.guarded})
+        self._keeper.keep(self._own_layers(run_plan), self._keeper.fallbacks(step))
         # Others may need them from here before the next copies are taken.
         self._keeper.hold(copies)
+        self._copies = copies
         return unpack(copies)
 
     def _connected(self, client: KeeperClient) -> None:
@@ -268,10 +270,12 @@ class _Epoch:
                 security=self._keeper.security,
                 take=lambda step: self._whole_state().take(step),
                 resumed=first_step,
+                copies=self._copies,
                 before_chunk=IdleTime(transport.is_sending).wait,
                 vouch=self._vouch,
             )
             stack.callback(guard.close)
+            self._copies = []
             job = replace(
                 job,
                 on_row=self._on_row if job.here.rank == 0 else None,

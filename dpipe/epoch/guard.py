@@ -1,11 +1,15 @@
 """Copies of a rank's layers, every few steps: here, and on machines that are lost for other
 reasons.
 
-    step     20        21        22   ...   29        30
-    here     copy 20                                  copy 30        own copies, before that step
-    there          ──20, in the idle time of the links──▶            whole on every guard
-    ballots  10        10        20   ...   20        20             what this rank has whole
-    retired  -         -         < 20                 -              once all ranks have said 20
+    step     17        18        19        20        21   ...   30
+    here     copy 17                       copy 20              copy 30    before that step
+    there       ──17──▶ in the idle time of the links ──20──▶              whole on every guard
+    ballots  -         17        17        17        20   ...   20         what this rank has whole
+    retired  -                   < 17                     < 20             once all ranks said so
+
+The copies that an epoch begins with (here of step 17) are sent first of all: its guards are others
+than those of the epoch before, and a second loss would find them empty. A guard that has a copy
+already says so, and is sent nothing.
 
 A copy counts when every rank's is whole: all hear so in the same verdict, forget earlier ones, and
 take the next. As long as one is under way, none is begun, by anybody.
@@ -35,7 +39,8 @@ class Guard:
     them to each of `addresses`. `before_chunk` waits until the link is free.
 
     `vouch` gets, on a thread of the guard, the step and the digests of the layers that go there.
-    `resumed` is the step that the epoch goes on from, and may have to go back to.
+    `resumed` is the step that the epoch goes on from, and may have to go back to; `copies` are
+    those that it goes on from, of all ranks or of none.
 
     Made by the thread that trains, which calls everything but `close`.
     """
@@ -50,6 +55,7 @@ class Guard:
         security: Security,
         take: Callable[[int], list[LayerCopy]],
         resumed: int = 0,
+        copies: Sequence[LayerCopy] = (),
         before_chunk: Callable[[], None] = lambda: None,
         vouch: Vouch = lambda step, digests: None,
     ) -> None:
@@ -65,13 +71,15 @@ class Guard:
         self._whole: int | None = None  # the newest that is whole here and there
         self._agreed = -1  # the newest that is whole on all ranks
         # The steps that the run may go back to, as long as no newer one is agreed
-        self._kept = {resumed, *keeper.guarded}
+        self._kept = keeper.fallbacks(resumed)
         self._queue: SimpleQueue[tuple[list[LayerCopy], list[int]] | None] = SimpleQueue()
         self._closing = Event()
         self._client: KeeperClient | None = None
         self._thread = Thread(target=self._send_all, name="guard", daemon=True)
         if addresses:
             self._thread.start()
+        if copies:
+            self._send(resumed, list(copies))
 
     @property
     def whole(self) -> int | None:
@@ -85,11 +93,7 @@ class Guard:
             return
         copies = self._take(next_step)
         self._keeper.hold(copies)
-        self._taken = next_step
-        if self._addresses:
-            self._queue.put((copies, sorted(self._kept)))
-        else:
-            self._vouch(next_step)
+        self._send(next_step, copies)
 
     def close(self) -> None:
         """End what is under way."""
@@ -101,6 +105,13 @@ class Guard:
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 
+    def _send(self, step: int, copies: list[LayerCopy]) -> None:
+        self._taken = step
+        if self._addresses:
+            self._queue.put((copies, sorted(self._kept)))
+        else:
+            self._vouch(step)
+
     def _hear(self, verdict: Verdict) -> None:
         steps = [report.guarded for report in verdict.reports if report.guarded is not None]
         if len(steps) < len(verdict.reports) or min(steps) <= self._agreed:
@@ -110,7 +121,7 @@ class Guard:
         self._keeper.agree(self._epoch, self._agreed)
 
     def _vouch(self, step: int) -> None:
-        self._keeper.guarded = (max(0, self._agreed), step)
+        self._keeper.guarded = (min(self._kept), step)
         self._whole = step
 
     def _send_all(self) -> None:

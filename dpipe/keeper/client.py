@@ -87,9 +87,9 @@ class KeeperClient:
         before_chunk: Callable[[], None] = _nothing,
         kept: Sequence[int] = (),
     ) -> None:
-        """Returns when the keeper has the copy whole; then it forgets those of this layer that are
-        not of the steps `kept`. Raises `Refused`, and what `before_chunk`
-        raises.
+        """Returns when the keeper has the copy whole, at once where it had it before; then it
+        forgets those of this layer that are not of the steps `kept`. Raises `Refused`, and what
+        `before_chunk` raises.
         """
         size = len(copy.content)
         offered = Offered(
@@ -100,7 +100,8 @@ class KeeperClient:
             digest=copy.digest,
             kept=tuple(kept),
         )
-        self._ask(Request(put=offered))
+        if self._ask(Request(put=offered)).held:
+            return
         view = memoryview(copy.content)
         for start in range(0, size, CHUNK_BYTES):
             before_chunk()

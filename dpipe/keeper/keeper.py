@@ -85,6 +85,14 @@ class Keeper:
                 by_step.setdefault(step, []).append(layer)
         return by_step
 
+    def fallbacks(self, resumed: int) -> set[int]:
+        """The steps that a run which goes on from `resumed` may have to go back to, until a newer
+        one is whole on all ranks. What is older than the last such step was retired, so that the
+        oldest copy here is of that one.
+        """
+        oldest = sorted(self.held())[:1]
+        return {resumed, *oldest, *self.guarded}
+
     @property
     def num_bytes(self) -> int:
         with self._lock:
@@ -132,6 +140,23 @@ class Keeper:
         if copy is None:
             raise Refused(f"layer {wanted.layer} before step {wanted.step} is not held here")
         return copy
+
+    def has(self, offered: Offered) -> bool:
+        """Whether that very copy is here, of whomever: then its bytes need not come. Raises
+        `Refused`.
+        """
+        with self._lock:
+            self._check_epoch(offered.epoch)
+        copy = self.find(offered.step, offered.layer)
+        # Outside the lock: the digest may have to be made.
+        if copy is None or copy.digest != offered.digest:
+            return False
+        with self._lock:
+            # It may have been forgotten meanwhile.
+            if (copy.step, copy.layer) not in self._copies:
+                return False
+            self._drop_earlier(copy, offered.kept)
+        return True
 
     def make_room(self, offered: Offered) -> None:
         """Promise the bytes of a copy that is about to come. Raises `Refused`."""

@@ -3,6 +3,7 @@
     asks      {"get": {epoch, step, layer}}                  answers  {size, digest}, then the bytes
     asks      {"put": {epoch, step, layer, size, digest,     answers  {size: 0}: there is room
                        kept}}
+                                                                      {held: true}: it is here
               the bytes                                               {size: 0}: they are whole
 
 Requests and answers are JSON behind their size, four bytes, big-endian; an answer may be a
@@ -48,6 +49,7 @@ class Request(Shape):
 
 class Answer(Shape):
     size: Count = 0
+    held: bool = False  # what is offered is here already: its bytes must not follow
     digest: Sha256 | None = None
     refusal: Text | None = None
 

@@ -17,7 +17,7 @@ from dpipe.transport.tcp import open_listener
 from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
 from dpipe.wire.rpc import Security
 
-PROTOCOL = 1
+PROTOCOL = 2
 GREETING_S = 10.0
 SILENCE_S = 40.0  # of a transfer without a byte; and of a connection that asks nothing
 CHUNK_BYTES = 1 << 20
@@ -30,6 +30,8 @@ class Shelf(Protocol):
     """What is served: a `Keeper`. Each method may raise `Refused`."""
 
     def give(self, wanted: Wanted) -> LayerCopy: ...
+
+    def has(self, offered: Offered) -> bool: ...
 
     def make_room(self, offered: Offered) -> None: ...
 
@@ -144,6 +146,9 @@ class KeeperServer:
             sock.sendall(view[start : start + CHUNK_BYTES])
 
     def _receive(self, sock: socket.socket, offered: Offered) -> None:
+        if self._shelf.has(offered):
+            _say(sock, Answer(held=True))
+            return
         self._shelf.make_room(offered)
         content = None
         try:

@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from support.warm_python import program_of
+
+from netem.measure import Host
+
 # At a call, not at a time: however fast the machine is, it is the same moment of a run.
 DOOMED = """
 import importlib, os, signal, sys
@@ -28,6 +32,25 @@ sys.argv[1:3] = []
 from dpipe.cli.main import main
 main()
 """
+# A clock that somebody sets, again and again: a day forwards, then a day back. Not gRPC's: its core
+# compares with the kernel's clock, which nobody has set.
+JUMPING = """
+import sys, time
+
+inner = time.time
+calls = 0
+
+def jumping():
+    global calls
+    if sys._getframe(1).f_globals["__name__"].startswith("grpc"):
+        return inner()
+    calls += 1
+    return inner() + (86400.0 if calls % 2 else -86400.0)
+
+time.time = jumping
+from dpipe.cli.main import main
+main()
+"""
 TESTS = Path(__file__).resolve().parent.parent
 
 
@@ -39,9 +62,13 @@ class Forks:
         self._python = python
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *argv: str) -> None:
-        """A `dpipe` command, whose output goes to NAME.log."""
-        self._start(name, "-m", "dpipe", *argv)
+    def start(self, name: str, *argv: str, host: Host | None = None) -> None:
+        """A `dpipe` command, whose output goes to NAME.log; on a host of a lab."""
+        self._start(name, "-m", "dpipe", *argv, host=host)
+
+    def start_jumping(self, name: str, *argv: str) -> None:
+        """The same, in a process whose clock jumps by two days between any two looks at it."""
+        self._start(name, "-c", JUMPING, *argv)
 
     def start_doomed(self, name: str, where: str, count: int, *argv: str) -> None:
         """The same, in a process that kills itself at the `count`-th call of `where`, such as
@@ -52,7 +79,14 @@ class Forks:
     def has_ended(self, name: str) -> bool:
         return self._processes[name].poll() is not None
 
-    def _start(self, name: str, *argv: str) -> None:
+    def stop(self, name: str) -> None:
+        """SIGSTOP, which the process that stands for the program could not pass on."""
+        os.kill(program_of(self._python, self._processes[name].pid), signal.SIGSTOP)
+
+    def wake(self, name: str) -> None:
+        os.kill(program_of(self._python, self._processes[name].pid), signal.SIGCONT)
+
+    def _start(self, name: str, *argv: str, host: Host | None = None) -> None:
         environ = {
             **os.environ,
             "PYTHONPATH": str(TESTS.parent),
@@ -60,8 +94,9 @@ class Forks:
             "DPIPE_TOKEN": "secret",
         }
         with (self.folder / f"{name}.log").open("ab") as log:
+            command = [self._python, *argv]
             self._processes[name] = subprocess.Popen(
-                [self._python, *argv],
+                command if host is None else host.enter(command),
                 cwd=self.folder,
                 env=environ,
                 stdin=subprocess.DEVNULL,

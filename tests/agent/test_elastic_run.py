@@ -2,9 +2,7 @@
 happened to, in every bit.
 """
 
-import json
 import signal
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from agent.forks import Forks
+from agent.journals import epochs, losses_of, step
 from support.small_job import TEXT, small_toml
 
 from dpipe.agent import inquiry
 from dpipe.config.load import Config
-from dpipe.elastic.journal import NAME
 from dpipe.processes.launch import free_port
-from dpipe.report.metrics import read_rows
 from dpipe.store import checkpoint
 from dpipe.wire.rpc import Security
 
@@ -40,28 +37,6 @@ def forks(tmp_path: Path, warm_python: str) -> Iterator[Forks]:
     forks = Forks(tmp_path, warm_python)
     yield forks
     forks.close()
-
-
-def step(forks: Forks) -> int:
-    """The newest in the run's metrics."""
-    folder = forks.folder / "runs" / "run"
-    rows = read_rows(folder) if (folder / "metrics.jsonl").exists() else []
-    return max((row["step"] for row in rows), default=-1)
-
-
-def losses_of(forks: Forks) -> list[tuple[int, float]]:
-    rows = read_rows(forks.folder / "runs" / "run")
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
-
-
-def epochs(forks: Forks) -> list[tuple[int, int]]:
-    """The step at which each resumed, and how many ranks it has."""
-    database = sqlite3.connect(forks.folder / "runs" / "run" / NAME, timeout=10)
-    try:
-        rows = database.execute("SELECT resume_step, seats FROM epochs ORDER BY number")
-        return [(step, len(json.loads(seats))) for step, seats in rows]
-    finally:
-        database.close()
 
 
 def seats(port: int) -> list[str]:
@@ -135,6 +110,7 @@ def test_run_outlives_its_machines_and_its_coordinator(
         if name not in (seated[1], last):
             assert forks.exit_code(name) == 0
     assert [ranks for _, ranks in epochs(forks)] == [4, 4, 4, 4, 3]
+    assert (forks.folder / "runs" / "run" / "report.html").exists()
     assert losses_of(forks) == list(enumerate(undisturbed.losses))
     assert_same_bits(end_of(forks.folder / "runs" / "run"), undisturbed.end)
 
@@ -159,13 +135,26 @@ def test_second_loss_comes_while_two_neighbours_are_being_replaced(
     begun_at = epochs(forks)[-1][0]
     forks.wait_until(lambda: step(forks) >= begun_at + 3, "steps after both losses")
     paused = seats(port)[0]
-    forks.kill(paused, signal.SIGSTOP)
+    forks.stop(paused)
     time.sleep(2.0)
-    forks.kill(paused, signal.SIGCONT)
+    forks.wake(paused)
     assert forks.exit_code("coordinator") == 0
     assert [ranks for _, ranks in epochs(forks)] == [4, 4, 4]
     assert losses_of(forks) == list(enumerate(undisturbed.losses))
     assert_same_bits(end_of(forks.folder / "runs" / "run"), undisturbed.end)
+
+
+def test_clocks_that_jump_end_nothing(forks: Forks, undisturbed: Undisturbed) -> None:
+    """Neither the coordinator's nor a machine's: all deadlines are those of clocks that do not."""
+    port = free_port()
+    coordinate = ("coordinate", "job.toml", "-o", "pipeline.stages=2")
+    forks.start_jumping("coordinator", *coordinate, "--bind", f"127.0.0.1:{port}")
+    forks.start_jumping("m0", "join", f"127.0.0.1:{port}", "--name", "m0")
+    forks.start("m1", "join", f"127.0.0.1:{port}", "--name", "m1")
+    assert forks.exit_code("coordinator") == 0
+    assert [forks.exit_code(name) for name in ("m0", "m1")] == [0, 0]
+    assert epochs(forks) == [(0, 2)], "nobody was taken for lost"
+    assert losses_of(forks) == list(enumerate(undisturbed.losses))
 
 
 PHASES = {

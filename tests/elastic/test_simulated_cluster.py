@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+from simulated.cluster import SimulatedCluster
 from simulated.faults import simulate
 from simulated.truth import BrokenPromise
 
@@ -37,6 +38,44 @@ def test_seeds_reach_what_can_happen() -> None:
     assert sum(run.truth.num_repeated == 0 and len(run.truth.epochs) > 1 for run in runs) > 20
     for what in ("no sign of life", "its process ended", "leaves within", "coordinator is killed"):
         assert sum(what in story for story in stories) > 10, what
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_second_loss_costs_nothing_once_the_resumed_copies_have_arrived(seed: int) -> None:
+    """Any two of the machines, one after the other; between both no copies are due."""
+    cluster = SimulatedCluster(seed, num_steps=100)
+    cluster.saves = False  # no checkpoint helps
+    for _ in range(cluster.world_size + 2):
+        cluster.start_machine()
+    reach(cluster, lambda: copied(cluster) >= cluster.guard_every)
+    cluster.guard_every = 1_000_000
+    resumed = copied(cluster)
+    for _ in range(2):
+        num_epochs = len(cluster.truth.epochs)
+        alive = [machine for machine in cluster.machines.values() if machine.is_alive]
+        cluster.random.choice(alive).die()
+        # A spare may be lost that keeps nothing: then there is no other epoch.
+        reach(cluster, lambda least=resumed: copied(cluster) >= least)
+        if len(cluster.truth.epochs) > num_epochs:
+            assert cluster.journal.epochs[-1].resume_step >= resumed
+            resumed = cluster.journal.epochs[-1].resume_step
+
+
+def copied(cluster: SimulatedCluster) -> int:
+    """The newest step of the epoch under way that the guards of all its ranks have, too."""
+    works = [machine.work for machine in cluster.machines.values() if machine.work is not None]
+    newest = [work for work in works if work.epoch.number == cluster.truth.epochs[-1]]
+    if len(newest) < cluster.world_size:
+        return -1
+    return min(work.whole for work in newest)
+
+
+def reach(cluster: SimulatedCluster, is_there: Callable[[], bool]) -> None:
+    """Let things happen, at least for as long as a loss takes to be noticed."""
+    until_s = cluster.clock.now + 2 * cluster.silence_s
+    cluster.clock.run(until_s, lambda: False)
+    cluster.clock.run(until_s + 60, is_there)
+    assert is_there(), "\n".join(cluster.notes)
 
 
 def simulate_all(rendezvous: type[Rendezvous]) -> None:

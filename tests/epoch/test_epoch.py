@@ -26,6 +26,7 @@ from dpipe.store.storage import Storage
 from dpipe.transport.sessions import SessionMesh
 
 FIRST_EPOCHS = 3
+NUM_LAYERS = 4  # with the embedding and the head
 Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 
@@ -165,6 +166,27 @@ def test_stage_whose_machine_is_gone_is_taken_from_its_guard(
     epoch = one.begin([0, 2])
     assert {end.outcome for end in epoch.join()} == {"finished"}
     assert one.losses == undisturbed(one.config)
+
+
+def test_second_loss_goes_back_no_further_than_the_first(cluster: Callable[..., Cluster]) -> None:
+    """Before the next copies are due, the guards of the new epoch have those that it began with."""
+    one = cluster(num_agents=3, train__steps=1000)
+    first = one.begin([0, 1])
+    one.on_step = lambda agent, step: first.abort() if step == 5 else None
+    assert {end.outcome for end in first.join()} == {"aborted"}
+    one.keepers[1].close()
+    resumed = one.newest_held()
+    assert resumed is not None
+    second = one.begin([0, 2], config=one.config.with_(guard__every=1000))
+
+    def end_once_copied(agent: int, step: int) -> None:
+        if all(len(one.keepers[other].held().get(resumed, ())) == NUM_LAYERS for other in (0, 2)):
+            second.abort()
+
+    one.on_step = end_once_copied
+    assert {end.outcome for end in second.join()} == {"aborted"}
+    one.keepers[2].close()
+    assert one.newest_held() == resumed
 
 
 def test_all_leave_after_the_same_step_and_others_go_on(

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def keepers() -> Iterator[list[Keeper]]:
 def guard_of(keepers: list[Keeper]) -> Iterator[Make]:
     made: list[Guard] = []
 
-    def make(*addresses: str, every: int = 2, **options: Callable[[], None]) -> Guard:
+    def make(*addresses: str, every: int = 2, **options: Any) -> Guard:
         guard = Guard(
             keepers[0],
             epoch=1,
@@ -90,6 +91,22 @@ def test_next_copy_is_taken_when_all_ranks_have_the_last_one(
     assert keepers[0].held() == {2: [0, 1], 6: [0, 1]}, "one that is whole everywhere stays"
     guard.after_step(7, verdict(6, 6))
     assert keepers[0].held() == {6: [0, 1]}
+
+
+def test_copies_that_an_epoch_begins_with_are_sent_at_once(
+    keepers: list[Keeper], guard_of: Make
+) -> None:
+    """And as long as not all ranks have them there, none is taken, and none is dropped."""
+    resumed = [LayerCopy(7, layer, b"resumed") for layer in (0, 1)]
+    keepers[0].hold([LayerCopy(4, 0, b"agreed upon"), *resumed])
+    guard = guard_of(keepers[1].address, resumed=7, copies=resumed)
+    until(lambda: guard.whole == 7)
+    assert keepers[1].held() == {7: [0, 1]}
+    guard.after_step(8, verdict(7, None))
+    assert keepers[0].held() == {4: [0], 7: [0, 1]}
+    assert keepers[0].fallbacks(7) == {4, 7}
+    guard.after_step(10, verdict(7, 7))
+    assert keepers[0].held() == {7: [0, 1], 10: [0, 1]}
 
 
 def test_guard_that_cannot_be_reached_is_tried_again(

@@ -134,6 +134,29 @@ def test_copy_is_put_on_one_keeper_and_fetched_from_it(
     assert fetched == sent
 
 
+def test_copy_that_is_there_already_is_not_sent_again(keeper: Keeper, client: KeeperClient) -> None:
+    """Also where it is the keeper's own: a replica of the layer, or a rank of an older cut."""
+    chunks: list[int] = []
+    own, *_ = copies_before(5)
+    keeper.hold([LayerCopy(4, 0, b"older"), own])
+    client.put(1, own, before_chunk=lambda: chunks.append(1))
+    assert chunks == []
+    with pytest.raises(Refused, match="is of this rank itself"):
+        client.put(1, LayerCopy(5, 0, b"another"))
+    client.put(1, copies_before(6)[0], before_chunk=lambda: chunks.append(1))
+    assert len(chunks) == 1
+
+
+def test_run_may_go_back_to_what_was_last_whole_everywhere(keeper: Keeper) -> None:
+    for step in (10, 20, 21):
+        keeper.hold(copies_before(step))
+    keeper.guarded = (10, 20)
+    assert keeper.fallbacks(21) == {10, 20, 21}
+    keeper.agree(1, 20)
+    keeper.guarded = ()
+    assert keeper.fallbacks(21) == {20, 21}
+
+
 def test_copy_that_is_whole_takes_the_place_of_earlier_ones(
     keeper: Keeper, client: KeeperClient
 ) -> None:

@@ -186,8 +186,10 @@ class Work:
             cluster.truth.loaded(self.epoch.number, self.state, content)  # type: ignore[arg-type]
             self.content = content  # type: ignore[assignment]
         self.is_loaded = True
-        # Its live state is a copy, too.
+        # Its live state is a copy, too, and its guards of this epoch have none yet.
         self._keep(self.state)
+        if self.epoch.sources:
+            self._send()
         self._next()
 
     def _next(self) -> None:
@@ -217,13 +219,17 @@ class Work:
         self.machine.agree(self.epoch.number, agreed)
         if self.state % cluster.guard_every == 0:
             self._keep(self.state)
-            for keeper in self.epoch.guards[self.rank]:
-                cluster.guard(self.machine, keeper, self)
+            self._send()
             cluster.wrote_part(self)
         if stops:
             self.end(EpochOutcome.LEFT, "")
         else:
             self._next()
+
+    def _send(self) -> None:
+        """Copies of its state to its guards."""
+        for keeper in self.epoch.guards[self.rank]:
+            self.machine.cluster.guard(self.machine, keeper, self)
 
     def _keep(self, state: int) -> None:
         layers = dict.fromkeys(self.layers, self.content)
