@@ -66,7 +66,12 @@ class FoundLinks:
 def measured_alone(here: MachineReport, model: str) -> MeasuredCluster:
     """One machine, of which nothing but itself is known."""
     nothing = TogetherReport(egress_gbps=0, ingress_gbps=0)
-    return measured([here], [nothing], {0: None}, FoundLinks(), model)
+    return measured([here], [nothing], {0: None}, FoundLinks(), Measurement(date_now(), model))
+
+
+def date_now() -> str:
+    """In UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def measured(
@@ -74,9 +79,9 @@ def measured(
     together: Sequence[TogetherReport],
     addresses: Mapping[int, str | None],
     found: FoundLinks,
-    model: str,
+    measurement: Measurement,
 ) -> MeasuredCluster:
-    """All by rank. `model` is the digest of what the times of layers depend on."""
+    """All by rank."""
     names = _unique([report.name for report in reports])
     links = found.measured()
     machines = []
@@ -84,8 +89,7 @@ def measured(
         bounds = _bounds(rank, together[rank], links)
         machines.append(_machine(names[rank], addresses[rank], report, bounds))
     named = {(names[source], names[target]): link for (source, target), link in links.items()}
-    at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    cluster = Cluster(tuple(machines), named, measured=Measurement(at, model))
+    cluster = Cluster(tuple(machines), named, measured=measurement)
     return MeasuredCluster(cluster, _problems(names, found, links))
 
 

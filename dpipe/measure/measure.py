@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from dpipe.coordinator.base import Coordination
+from dpipe.machines.machine import Measurement
 from dpipe.measure.connections import Connections
-from dpipe.measure.found import FoundLinks, MeasuredCluster, measured
+from dpipe.measure.found import FoundLinks, MeasuredCluster, date_now, measured
 from dpipe.measure.pings import Delay, ping_all
 from dpipe.measure.reports import (
+    DATE,
     MACHINE_REPORT,
     PEERS_REPORT,
     PROBLEMS,
@@ -87,7 +89,9 @@ class Measuring:
         self._stream_in_rounds()
         together = self._stream_together()
         addresses = self._coordinator.addresses
-        return measured(machines, together, addresses, self._links, model)
+        # Rank 0's: clocks differ, and what is found must not.
+        dates = self._coordinator.share("measure/date", date_now(), self._wait_s, DATE)
+        return measured(machines, together, addresses, self._links, Measurement(dates[0], model))
 
     # The parts, in their order. All ranks are in the same one.
 

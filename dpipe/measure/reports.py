@@ -78,6 +78,8 @@ class TogetherReport(Shape):
     ingress_gbps: Gbps
 
 
+_DATE = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$"
+DATE = Schema[str](Annotated[str, Field(pattern=_DATE)])
 MACHINE_REPORT = Schema[MachineReport](MachineReport)
 PROBLEMS = Schema[list[Problem]](list[Problem])
 PEERS_REPORT = Schema[PeersReport](PeersReport)

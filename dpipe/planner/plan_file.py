@@ -16,6 +16,9 @@ Rank r of a run is stage r % stages of replica r // stages; with tensor parallel
 are on each machine.
 """
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +39,7 @@ DECIDED: Mapping[str, frozenset[str]] = {
 }
 _MOST_RANKS = 1 << 16
 _LONGEST_NAME = 100
+_DIGEST_CHARACTERS = 12
 _HEAD = """\
 # written by `dpipe plan`; may be edited by hand
 # to run it: dpipe launch job.toml --plan plan.toml
@@ -209,3 +213,19 @@ def _name(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_NAME or not value.isprintable():
         raise ConfigError(f"{what} must be a name, got {value!r:.100}")
     return value
+
+
+def keep_text(folder: Path, kind: str, text: str) -> Path:
+    """In a file named by its content: ranks that share the folder write the same. Raises
+    `ConfigError` where it cannot be written.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    path = folder / f"{kind}-{digest}.toml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as part:
+            part.write(text)
+        os.replace(part.name, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; set data.cache") from None
+    return path

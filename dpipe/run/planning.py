@@ -10,9 +10,6 @@ ranks of one host do. Rank 0 keeps its number: the others know its address, and 
 its output.
 """
 
-import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +25,7 @@ from dpipe.placement.objective import Objective
 from dpipe.placement.problem import PlanProblem
 from dpipe.planner.decide import decide
 from dpipe.planner.fits import refuse_other_machines
-from dpipe.planner.plan_file import Plan, dump_plan, parse_plan
+from dpipe.planner.plan_file import Plan, dump_plan, keep_text, parse_plan
 from dpipe.planner.text import as_row, as_text
 from dpipe.planner.whole_model import whole_model_of
 from dpipe.processes.environment import ProcessInfo
@@ -36,7 +33,6 @@ from dpipe.run.measuring import Say, measuring
 from dpipe.toml import parse_toml, to_toml
 
 _SIZES = (1, 4)  # of micro-batches: a line through two tells the others
-_DIGEST_CHARACTERS = 12
 
 
 def plan_together(
@@ -68,8 +64,8 @@ def plan_together(
     plan = plan_of_rank_0(shared[0])
     refuse_other_machines(plan, cluster)
     folder = Path(config.data.cache)
-    machines = _keep(folder, "machines", dump_machines(cluster))
-    kept = _keep(folder, "plan", shared[0])
+    machines = keep_text(folder, "machines", dump_machines(cluster))
+    kept = keep_text(folder, "plan", shared[0])
     say(f"kept in {kept} and {machines}: to resume the run, give it --plan and --machines")
     rank = rank_in(plan, groups, alone.names[process.rank])
     if rank is None:
@@ -115,17 +111,3 @@ def rank_in(plan: Plan, groups: Sequence[Sequence[str]], name: str) -> int | Non
         if name in group and group[0] in plan.groups:
             return plan.groups.index(group[0]) * len(group) + group.index(name)
     return None
-
-
-def _keep(folder: Path, kind: str, text: str) -> Path:
-    """In a file named by its content: ranks that share the folder write the same."""
-    digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
-    path = folder / f"{kind}-{digest}.toml"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as part:
-            part.write(text)
-        os.replace(part.name, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; set data.cache") from None
-    return path

@@ -547,6 +547,7 @@ WIRE = [
         _schema(f"measure {name}", schema, value)
         for name, schema, value in (
             ("machine", reports.MACHINE_REPORT, _MACHINE),
+            ("date", reports.DATE, "2026-11-24T02:40:00Z"),
             ("problems", reports.PROBLEMS, [{"peer": 1, "reason": "x"}]),
             ("delays", reports.PEERS_REPORT, {"delays": [_DELAY], "problems": []}),
             ("stream", reports.STREAM_REPORT, _STREAM),

@@ -119,7 +119,10 @@ def test_rank_that_is_silent_is_lost_after_the_timeout() -> None:
 
 
 def test_rank_that_leaves_is_a_lost_peer_to_the_others() -> None:
+    opened = threading.Barrier(3)
+
     def on_rank(group: TensorGroup) -> None:
+        opened.wait(20)
         if group.rank == 1:
             group.fail(SystemError("killed"))
             return
