@@ -73,7 +73,9 @@ class AllReduce(DataParallel):
         self._own: dict[int, Gradients] = {}
         self._is_first = averaging.replica == 0
         self._single = Single(stages, settings, uncounted)
-        self._flat = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
+        self._flat: dict[int, FlatParameters] = {}
+        for index, stage in stages.items():
+            self._flat[index] = FlatParameters(trained(stage))
         self._background = BackgroundExchange(
             self._flat,
             averaging.fail,

@@ -186,7 +186,10 @@ class BackgroundExchange:
                 return
             # Finite values can overflow a sum: look at each parameter.
             for segment in flat.segments(piece):
-                if pending.bad is None and not vector[segment.here].isfinite().all():
+                if pending.bad is not None:
+                    break
+                finite = vector[segment.here].isfinite()
+                if not finite.all():
                     pending.bad = flat.names[segment.index]
 
         return ready

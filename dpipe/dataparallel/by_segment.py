@@ -78,7 +78,8 @@ class BySegment(DataParallel):
         moved = []
         for each in self._inner.traffic():
             stage = self._stage_of[each.stage]
-            moved.append(Traffic(stage, each.peer, each.moved, each.received))
+            traffic = Traffic(stage, each.peer, each.moved, each.received)
+            moved.append(traffic)
         return moved
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -60,7 +60,10 @@ def build(setup: ReplicaSetup) -> DataParallel:
         overlap=options.overlap,
     )
     # one for each fragment: each keeps the rounding errors of its own exchange
-    averaging = [setup.exchange(options.wire) for _ in range(options.fragments)]
+    averaging = []
+    for _ in range(options.fragments):
+        exchange = setup.exchange(options.wire)
+        averaging.append(exchange)
     return LocalSgd(
         setup.stages, setup.optimizer, outer, averaging, uncounted=setup.uncounted, tied=setup.tied
     )

@@ -12,7 +12,7 @@ from dpipe.choices import function_at
 from dpipe.dataparallel.base import Layers, Moments, NamedParameter
 from dpipe.errors import CheckpointError
 from dpipe.optimizers.kinds import OptimizerSettings
-from dpipe.optimizers.rule import State, UpdateRule
+from dpipe.optimizers.rule import ParameterUpdate, State, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -74,26 +74,17 @@ class Optimizer:
             return
         # torch's classes would have two groups of parameters, because the decay is one a call.
         for decays in (True, False):
-            values = []
-            gradients = []
-            states = []
-            counts = []
+            decay = self._decay(decays=decays)
+            updates = []
             for s in self.slices:
                 gradient = s.values.grad
                 if s.decays != decays or gradient is None:
                     continue
-                values.append(s.values)
-                gradients.append(gradient)
-                states.append(self._state_for_step(s))
-                counts.append(self._counts[s.values])
-            self._rule.step(
-                values,
-                gradients,
-                states,
-                counts,
-                learning_rate=learning_rate,
-                weight_decay=self._decay(decays=decays),
-            )
+                state = self._state_for_step(s)
+                count = self._counts[s.values]
+                update = ParameterUpdate(s.values, gradient, state, count)
+                updates.append(update)
+            self._rule.step(updates, learning_rate=learning_rate, weight_decay=decay)
 
     @torch.no_grad()
     def look_ahead(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
@@ -104,14 +95,10 @@ class Optimizer:
             first = self._step_count(0, s.values)
             count = self._counts.get(s.values, first)
             copied = {key: value.clone() for key, value in state.items()}
-            self._rule.step(
-                [s.values],
-                [gradient.to(s.values)],
-                [copied],
-                [count.clone()],
-                learning_rate=learning_rate,
-                weight_decay=self._decay(decays=s.decays),
-            )
+            decay = self._decay(decays=s.decays)
+            like_values = gradient.to(s.values)
+            update = ParameterUpdate(s.values, like_values, copied, count.clone())
+            self._rule.step([update], learning_rate=learning_rate, weight_decay=decay)
 
     def range_of(self, s: Slice) -> str:
         """How a name in a checkpoint ends for `s`."""
@@ -195,7 +182,8 @@ def whole(named: Iterable[NamedParameter]) -> list[Slice]:
     slices = []
     for name, parameter in named:
         decays = parameter.ndim >= 2
-        slices.append(Slice(name, 0, parameter.numel(), parameter, decays))
+        whole_slice = Slice(name, 0, parameter.numel(), parameter, decays)
+        slices.append(whole_slice)
     return slices
 
 

@@ -116,5 +116,5 @@ def squared_norm(parameter: torch.nn.Parameter) -> float:
     if parameter.grad is None:
         return 0.0
     # In fp64: the square of a large gradient overflows fp32 where the gradient does not.
-    norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
-    return norm**2
+    norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+    return float(norm) ** 2

@@ -110,7 +110,8 @@ class TorchGroup:
 
     def _end(self, part: "_Part", stage: int, count: int) -> Traffic:
         part.work.wait()
-        torch.div(part.wire.to(part.values.dtype), count, out=part.values)
+        total = part.wire.to(part.values.dtype)
+        torch.div(total, count, out=part.values)
         # what a ring sends; the library does not say what it did
         share = 2 * (self._num_replicas - 1) / self._num_replicas
         num_bytes = round(share * part.wire.nbytes)

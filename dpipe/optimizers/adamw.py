@@ -6,7 +6,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from dpipe.optimizers.kinds import OptimizerSettings
-from dpipe.optimizers.rule import State, Tensors, UpdateRule
+from dpipe.optimizers.rule import ParameterUpdate, State, UpdateRule
 
 _EPSILON = 1e-8  # torch's default
 
@@ -24,25 +24,18 @@ class AdamW(UpdateRule):
         return {"exp_avg": torch.zeros_like(values), "exp_avg_sq": torch.zeros_like(values)}
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
         adamw(
-            list(values),
-            list(gradients),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [update.values for update in updates],
+            [update.gradient for update in updates],
+            [update.state["exp_avg"] for update in updates],
+            [update.state["exp_avg_sq"] for update in updates],
             [],  # no AMSGrad
-            list(counts),
+            [update.count for update in updates],
             foreach=False,  # as the class has it on a CPU
             # One kernel for all parameters; on a CPU it would change the bits and gain nothing.
-            fused=bool(values) and values[0].is_cuda,
+            fused=any(update.values.is_cuda for update in updates),
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],
@@ -72,11 +65,6 @@ def adamw_step(
     """
     # Unfused steps count on the CPU, and those of one kernel where the values are.
     count = torch.tensor(num_updates, device=values.device if values.is_cuda else "cpu")
-    AdamW(betas).step(
-        [values],
-        [gradient],
-        [{"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}],
-        [count],
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-    )
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    update = ParameterUpdate(values, gradient, moments, count)
+    AdamW(betas).step([update], learning_rate=learning_rate, weight_decay=weight_decay)

@@ -6,6 +6,7 @@ and a scale for each 256 values. The map and the rounding are torchao's.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from dpipe.optimizers.adamw import AdamW
 from dpipe.optimizers.kinds import OptimizerSettings, missing_library
-from dpipe.optimizers.rule import State, Tensors, UpdateRule
+from dpipe.optimizers.rule import ParameterUpdate, State, UpdateRule
 
 _BLOCK = 256
 # Vectors are small, and their moments stay in fp32, as torchao has it.
@@ -37,29 +38,16 @@ class AdamW8bit(UpdateRule):
         return state
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
         # One parameter after the other: together their moments would be in fp32 at the same time.
-        for each, gradient, state, count in zip(values, gradients, states, counts, strict=True):
-            exact = {moment: self._exact(moment, state) for moment in _MOMENTS}
-            self._adamw.step(
-                [each],
-                [gradient],
-                [exact],
-                [count],
-                learning_rate=learning_rate,
-                weight_decay=weight_decay,
-            )
+        for update in updates:
+            exact = {moment: self._exact(moment, update.state) for moment in _MOMENTS}
+            unrounded = replace(update, state=exact)
+            self._adamw.step([unrounded], learning_rate=learning_rate, weight_decay=weight_decay)
             for moment in _MOMENTS:
-                if moment not in state:
-                    state |= self._rounded(moment, exact[moment])
+                if moment not in update.state:
+                    update.state.update(self._rounded(moment, exact[moment]))
 
     def _exact(self, moment: str, state: State) -> torch.Tensor:
         if moment in state:

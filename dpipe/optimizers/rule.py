@@ -1,12 +1,28 @@
 """What a rule of an optimizer is: the state that it keeps of a parameter, and a step."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 State = dict[str, torch.Tensor]  # by torch's names, which are also those in checkpoints
-Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """What a step needs of one parameter, or of a part of it."""
+
+    values: torch.Tensor
+    gradient: torch.Tensor  # of the shape of `values`
+    state: State
+    count: torch.Tensor  # a scalar: the steps before, one higher after the step
+
+
+def count_step(updates: Sequence[ParameterUpdate]) -> None:
+    """For a rule whose function of torch does not count."""
+    for update in updates:
+        update.count.add_(1)
 
 
 class UpdateRule(Protocol):
@@ -21,15 +37,6 @@ class UpdateRule(Protocol):
         """
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
-        """Change `values` and `states` in place. `counts` are the steps before, and end one
-        higher.
-        """
+        """Change the values, states and counts of `updates` in place."""

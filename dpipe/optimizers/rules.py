@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 
 from dpipe.optimizers.adamw import AdamW
 from dpipe.optimizers.kinds import OptimizerSettings
-from dpipe.optimizers.rule import State, Tensors, UpdateRule
+from dpipe.optimizers.rule import ParameterUpdate, State, UpdateRule, count_step
 
 _BUFFER = "momentum_buffer"
 _SMALLEST = torch.finfo(torch.float32).eps  # as Adafactor's class has it for parameters in fp32
@@ -29,19 +29,12 @@ class Sgd(UpdateRule):
         return {_BUFFER: torch.zeros_like(values)} if self._momentum else {}
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
         sgd(
-            list(values),
-            list(gradients),
-            [state.get(_BUFFER) for state in states],
+            [update.values for update in updates],
+            [update.gradient for update in updates],
+            [update.state.get(_BUFFER) for update in updates],
             # One tensor after another: all at once would hold a copy of each meanwhile.
             foreach=False,
             fused=False,
@@ -52,7 +45,7 @@ class Sgd(UpdateRule):
             nesterov=False,
             maximize=False,
         )
-        _count(counts)
+        count_step(updates)
 
 
 class Lion(UpdateRule):
@@ -67,24 +60,17 @@ class Lion(UpdateRule):
         return {"exp_avg": torch.zeros_like(values)}
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
         first, second = self._betas
-        for each, gradient, state in zip(values, gradients, states, strict=True):
-            average = state["exp_avg"]
+        for update in updates:
+            average = update.state["exp_avg"]
             # Two rates: the direction follows the gradient closer than what is remembered does.
-            direction = average.lerp(gradient, 1 - first).sign_()
-            each.mul_(1 - learning_rate * weight_decay)
-            each.add_(direction, alpha=-learning_rate)
-            average.lerp_(gradient, 1 - second)
-        _count(counts)
+            direction = average.lerp(update.gradient, 1 - first).sign_()
+            update.values.mul_(1 - learning_rate * weight_decay)
+            update.values.add_(direction, alpha=-learning_rate)
+            average.lerp_(update.gradient, 1 - second)
+        count_step(updates)
 
 
 class Adafactor(UpdateRule):
@@ -102,22 +88,15 @@ class Adafactor(UpdateRule):
         }
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
         adafactor(
-            list(values),
-            list(gradients),
-            [state.get("row_var") for state in states],
-            [state.get("col_var") for state in states],
-            [state.get("variance") for state in states],
-            list(counts),
+            [update.values for update in updates],
+            [update.gradient for update in updates],
+            [update.state.get("row_var") for update in updates],
+            [update.state.get("col_var") for update in updates],
+            [update.state.get("variance") for update in updates],
+            [update.count for update in updates],
             foreach=False,
             d=1.0,
             lr=learning_rate,
@@ -146,26 +125,16 @@ class Muon(UpdateRule):
         return {_BUFFER: torch.zeros_like(values)}
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
         # By what they remember, so that a resumed run divides them in the same way.
-        rows = list(zip(values, gradients, states, counts, strict=True))
-        others = [row for row in rows if _BUFFER not in row[2]]
-        if others:
-            columns = zip(*others, strict=True)
-            self._adamw.step(*columns, learning_rate=learning_rate, weight_decay=weight_decay)
-        matrices = [row for row in rows if _BUFFER in row[2]]
+        others = [update for update in updates if _BUFFER not in update.state]
+        self._adamw.step(others, learning_rate=learning_rate, weight_decay=weight_decay)
+        matrices = [update for update in updates if _BUFFER in update.state]
         muon(
-            [row[0] for row in matrices],
-            [row[1] for row in matrices],
-            [row[2][_BUFFER] for row in matrices],
+            [update.values for update in matrices],
+            [update.gradient for update in matrices],
+            [update.state[_BUFFER] for update in matrices],
             foreach=False,
             lr=learning_rate,
             weight_decay=weight_decay,
@@ -177,7 +146,7 @@ class Muon(UpdateRule):
             adjust_lr_fn="match_rms_adamw",
             has_complex=False,
         )
-        _count([row[3] for row in matrices])
+        count_step(matrices)
 
 
 def sgd_rule(settings: OptimizerSettings) -> Sgd:
@@ -194,9 +163,3 @@ def adafactor_rule(settings: OptimizerSettings) -> Adafactor:
 
 def muon_rule(settings: OptimizerSettings) -> Muon:
     return Muon(settings.betas)
-
-
-def _count(counts: Tensors) -> None:
-    # These functions of torch do not count their steps themselves.
-    for count in counts:
-        count += 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from dpipe.optimizers.kinds import OPTIMIZERS, OptimizerKind, OptimizerSettings
-from dpipe.optimizers.rule import State, Tensors, UpdateRule
+from dpipe.optimizers.rule import ParameterUpdate, State, UpdateRule
 
 TOY = OptimizerKind("toy", builder=f"{__name__}:build", state_bytes=0, step_copies=1)
 
@@ -28,17 +28,10 @@ class Toy(UpdateRule):
         return {}
 
     def step(
-        self,
-        values: Tensors,
-        gradients: Tensors,
-        states: Sequence[State],
-        counts: Tensors,
-        *,
-        learning_rate: float,
-        weight_decay: float,
+        self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
-        for each, gradient in zip(values, gradients, strict=True):
-            each.sub_(gradient, alpha=learning_rate)
+        for update in updates:
+            update.values.sub_(update.gradient, alpha=learning_rate)
 
 
 def build(settings: OptimizerSettings) -> Toy:

@@ -9,7 +9,7 @@ from dpipe.errors import ConfigError, InputError, TransferError
 from dpipe.machines import groups
 from dpipe.machines.machine import Cluster, Machine
 from dpipe.network.link import Link
-from dpipe.planner.plan_file import Plan, load_plan
+from dpipe.planner.plan_file import Plan, keep_text, load_plan
 from dpipe.processes.environment import AgentStore, ProcessInfo
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs
@@ -88,7 +88,7 @@ def test_text_of_rank_0_that_is_no_plan_is_refused() -> None:
 def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set data.cache"):
-        planning._keep(tmp_path / "file", "plan", "")
+        keep_text(tmp_path / "file", "plan", "")
 
 
 def test_meeting_before_the_run_has_a_key_of_its_own_in_torchruns_store() -> None:
