@@ -67,7 +67,8 @@ class LookAhead:
     def come_back(self) -> None:
         """Restore the agreed parameters, if `go` has left them."""
         if self._agreed:
-            for s, agreed in zip(self._optimizer.slices, self._agreed, strict=True):
+            slices = self._optimizer.slices
+            for s, agreed in zip(slices, self._agreed, strict=True):
                 s.values.copy_(agreed)
         self._agreed = []
 
@@ -75,7 +76,8 @@ class LookAhead:
         """The gradients that are remembered, for a checkpoint."""
         state: dict[str, torch.Tensor] = {}
         if self._own:
-            for s, gradient in zip(self._optimizer.slices, self._own, strict=True):
+            slices = self._optimizer.slices
+            for s, gradient in zip(slices, self._own, strict=True):
                 piece = self._optimizer.range_of(s)
                 name = f"{s.name}.{_OWN}{piece}{self._mark}"
                 state[name] = gradient * self._scale

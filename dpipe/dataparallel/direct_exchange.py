@@ -315,10 +315,7 @@ class _RunningExchange:
             return
         leg = self._coming[source].popleft()
         straight = leg.message.role is Role.GATHER and not self._wire.lossy
-        if straight:
-            into = self._vector[leg.piece]
-        else:
-            into = self._end.buffers.take(leg.wire)
+        into = self._vector[leg.piece] if straight else self._end.buffers.take(leg.wire)
         rank = self._ranks[source]
         pending = self._links.recv(leg.wire, rank, leg.tag, into)
         if leg.message.role is Role.REDUCE:
