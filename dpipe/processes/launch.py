@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -38,6 +39,10 @@ from dpipe.report.rows import OnRow, RowPipe
 GRACE_S = 8.0
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
 NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
+_PORTS = range(20_000, 32_000)
+# Between the ports of two processes whose numbers follow each other.
+_APART = 2411
+_places = count()
 _TAIL_LINES = 20  # of its log, for a rank that failed
 _TAIL_BYTES = 64 << 10  # that are read to find them
 
@@ -103,13 +108,16 @@ def launch(
 def free_port(host: str = "127.0.0.1") -> int:
     """A free port below the range from which Linux takes ports of outgoing connections, so that
     none of them takes it meanwhile.
+
+    It stays free until its rank listens: processes that look at the same time look far apart.
     """
     for _ in range(100):
-        port = 20_000 + secrets.randbelow(12_000)
+        place = os.getpid() * _APART + next(_places)
+        port = _PORTS[place % len(_PORTS)]
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
             return port
-    raise JoinError(f"found no free port among 20000..31999 on {host}")
+    raise JoinError(f"found no free port among {_PORTS[0]}..{_PORTS[-1]} on {host}")
 
 
 @dataclass

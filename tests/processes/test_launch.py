@@ -213,7 +213,7 @@ def test_free_port_is_free_and_below_those_of_outgoing_connections():
 
 def test_free_port_gives_up_when_all_are_taken(monkeypatch):
     port = free_port()
-    monkeypatch.setattr(launch_module.secrets, "randbelow", lambda limit: port - 20_000)
+    monkeypatch.setattr(launch_module, "_PORTS", range(port, port + 1))
     with (
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(JoinError, match="found no free port"),
