@@ -209,7 +209,8 @@ class Coordinator(Coordination):
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
             self._send(_ping())
-            if not self._ponged.wait(self._heartbeat_s) or self._over:
+            # The end of the run sets it once, which may have been before it was cleared.
+            if self._over or not self._ponged.wait(self._heartbeat_s) or self._over:
                 silent = f"the coordinator at {self._address} let us in and fell silent"
                 raise JoinError(str(self._over or silent))
 

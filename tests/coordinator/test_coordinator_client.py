@@ -442,3 +442,22 @@ def test_leave_says_when_the_coordinator_did_not_hear_it(run, monkeypatch):
     _deafen(monkeypatch)
     with pytest.raises(RunAborted, match="lost the coordinator"):
         alone.leave()
+
+
+def test_end_between_two_pings_ends_the_join(run):
+    """It was waited for as long as the coordinator may be silent."""
+    run.serve(1)
+    start = time.monotonic()
+
+    def give_up_before_it_is_cleared(client: Coordinator) -> None:
+        clear = client._ponged.clear
+
+        def cleared() -> None:
+            client.give_up(RunAborted("a machine is gone"))
+            clear()
+
+        client._ponged.clear = cleared
+
+    with pytest.raises(JoinError, match="a machine is gone"):
+        run.join(0, 1, heartbeat_s=60.0, on_attempt=give_up_before_it_is_cleared)
+    assert time.monotonic() - start < 20
