@@ -56,7 +56,8 @@ def serve(listening: socket.socket, selector: selectors.DefaultSelector, client:
     """Until the input ends. Of a program the selector has its pidfd and its client."""
     programs: dict[socket.socket, int] = {}
     while True:
-        for key, _ in selector.select():
+        # New programs last: one may need the port of another whose client was killed before.
+        for key, _ in sorted(selector.select(), key=lambda event: event[0].fileobj is listening):
             if key.fileobj is sys.stdin:
                 for program in programs.values():
                     os.kill(program, signal.SIGKILL)
@@ -68,10 +69,13 @@ def serve(listening: socket.socket, selector: selectors.DefaultSelector, client:
                 selector.register(os.pidfd_open(program), selectors.EVENT_READ, asked)
                 selector.register(asked, selectors.EVENT_READ)
             elif isinstance(key.fileobj, socket.socket):
-                # The client was killed: it never speaks again otherwise.
-                selector.unregister(key.fileobj)
+                # The client was killed: it never speaks again otherwise. If its program has just
+                # ended as well, both are gone already.
                 if key.fileobj in programs:
-                    os.kill(programs[key.fileobj], signal.SIGKILL)
+                    selector.unregister(key.fileobj)
+                    program = programs[key.fileobj]
+                    os.kill(program, signal.SIGKILL)
+                    os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)  # its ports are free now
             else:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
