@@ -21,15 +21,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from dpipe.agent.coordinate import coordinate
 from dpipe.config.load import Config, load
 from dpipe.config.run import NodeConfig
-from dpipe.errors import ConfigError, RunError
+from dpipe.errors import RunError
 from dpipe.plan.run_plan import local_device
 from dpipe.processes import leash
 from dpipe.processes.environment import environment
+from dpipe.processes.launch import open_log
 
 _END_S = 10.0  # for the machines to end once the run is over
 _MOST_IN_A_ROW = 5  # machines that end before the run has come a step further
@@ -144,7 +144,7 @@ class LocalMachines:
         name = f"machine-{self._num_started}"
         self._num_started += 1
         log = self._logs / f"{name}.log"
-        with _opened(log) as file:
+        with open_log(log) as file:
             process = subprocess.Popen(  # noqa: S603 - this program's own command line
                 [sys.executable, "-S", leash.__file__, str(os.getpid()), *self._argv(name, slot)],
                 env={**environment(), "DPIPE_TOKEN": self._token, "PYTHONUNBUFFERED": "1"},
@@ -168,16 +168,6 @@ class LocalMachines:
         if self._trust_code:
             argv += ["--trust-code"]
         return argv
-
-
-def _opened(log: Path) -> BinaryIO:
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        return log.open("ab")
-    except OSError as error:
-        raise ConfigError(
-            f"{log} cannot be written: {error.strerror}; make it writable, or move it away"
-        ) from None
 
 
 def _tail(log: Path) -> str:

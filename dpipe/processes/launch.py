@@ -159,7 +159,8 @@ def _tail(log: Path, start: int) -> list[str]:
         return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
-def _open_log(log: Path) -> BinaryIO:
+def open_log(log: Path) -> BinaryIO:
+    """To add to it. Raises `ConfigError` where it cannot be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         return log.open("ab")
@@ -220,7 +221,7 @@ class _Ranks:
                 errno.ENOENT, f"rank {number} is to run a program that is not here", argv[0]
             )
         rows = self._rows if number == 0 else None
-        with _open_log(log) if log else nullcontext() as file:
+        with open_log(log) if log else nullcontext() as file:
             process = subprocess.Popen(  # noqa: S603 - the caller's own command line
                 # -S: without site-packages, which it has no use for and which take time.
                 [sys.executable, "-S", leash.__file__, str(os.getpid()), *argv],
