@@ -25,13 +25,14 @@ from dpipe.errors import ConfigError
 from dpipe.session.stream import set_congestion_control
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
-_EXTRAS = {
+EXTRAS = {  # the package of each that shows whether it is installed
     "hf": "transformers",
+    "quantised": "torchao",
     "watch": "starlette",
     "prometheus": "prometheus_client",
     "wandb": "wandb",
     "mlflow": "mlflow",
-    "otel": "opentelemetry",
+    "otel": "opentelemetry-sdk",
 }
 _SYSCTL = Path("/proc/sys/net/ipv4")
 _LEAST_BUFFER_BYTES = 4 << 20  # of a connection: 1 Gbit/s over 32 ms
@@ -63,7 +64,7 @@ def examine(config: Config) -> Iterator[Finding]:
 def _versions(config: Config) -> Iterator[Finding]:
     packages = [f"{name} {version(name)}" for name in _PACKAGES]
     yield Finding(f"Python {platform.python_version()}, {', '.join(packages)}")
-    for extra, package in _EXTRAS.items():
+    for extra, package in EXTRAS.items():
         try:
             version(package)
         except PackageNotFoundError:

@@ -1,6 +1,8 @@
 """What `dpipe doctor` finds, and what it says to do."""
 
+import re
 import socket
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ def bad(**sections: dict[str, Any]) -> list[Finding]:
 def test_every_check_finds_something_here() -> None:
     for check in CHECKS:
         assert list(check(build({}))), check.__name__
+
+
+@pytest.mark.parametrize("extra", doctor.EXTRAS)
+def test_extra_is_looked_for_by_a_package_that_it_brings(extra: str) -> None:
+    requirements = requires("dpipe") or []
+    package = re.escape(doctor.EXTRAS[extra])
+    brings = re.compile(rf"{package}\W.*extra == .{extra}.")
+    assert any(brings.match(requirement) for requirement in requirements)
 
 
 def test_what_hurts_says_how_to_mend_it() -> None:
