@@ -69,6 +69,13 @@ class ModelConfig(Section):
     """Whether the output layer uses the input embedding's weights. For "bert" the default is
     true."""
 
+    bottleneck_width: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    """A GPT made for narrow links: so many numbers a token go from stage to stage, not model.width,
+    beside the token itself. To train from scratch. Left out: a plain model."""
+
+    bottleneck_every: Count = 1
+    """Blocks between two bottlenecks. The model can be cut into stages at bottlenecks alone."""
+
     preset: Annotated[str, Name(PRESETS)] | None = None
     """Sizes of a published model by its name; a size that is set as well wins. Left out: no sizes
     but those that are set."""
@@ -84,6 +91,7 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}"
             )
+        self._check_bottlenecks()
         if (self.hf is None) != (self.layers != HUB.name):
             raise ValueError(
                 f"model.hf and model.layers {self.layers!r} exclude each other: leave one out"
@@ -98,9 +106,38 @@ class ModelConfig(Section):
                 )
         return self
 
+    def _check_bottlenecks(self) -> None:
+        width = self.bottleneck_width
+        every = self.bottleneck_every
+        if width is None:
+            if every != 1:
+                raise ValueError(
+                    "model.bottleneck_every is for models with bottlenecks: set "
+                    "model.bottleneck_width, or leave it out"
+                )
+            return
+        if family_of(self.layers).narrow is None:
+            raise ValueError(
+                'model.bottleneck_width is for model.layers "gpt", not '
+                f'"{self.layers}"; leave it out'
+            )
+        if width >= self.width:
+            raise ValueError(
+                f"model.bottleneck_width {width} must be less than model.width {self.width}"
+            )
+        if self.num_layers % every or self.num_layers == every:
+            raise ValueError(
+                f"model.num_layers {self.num_layers} must be a multiple of model.bottleneck_every "
+                f"{every}, and at least twice it: there is a bottleneck between so many blocks and "
+                "the next"
+            )
+
     @property
     def family(self) -> Family:
-        return family_of(self.layers)
+        family = family_of(self.layers)
+        if self.bottleneck_width is None or family.narrow is None:
+            return family
+        return family.narrow
 
     @property
     def is_transformer(self) -> bool:

@@ -254,6 +254,12 @@ def make_model(config: Config) -> LayeredModel:
     builder = model.family.builder
     if builder is None:
         return load_layers(model.layers, model.options, config.train.seed)
+    bottlenecks = {}
+    if model.bottleneck_width is not None:
+        bottlenecks = {
+            "bottleneck_width": model.bottleneck_width,
+            "bottleneck_every": model.bottleneck_every,
+        }
     layered: LayeredModel = function_at(builder)(
         vocab_size=vocabulary_of(config),
         num_layers=model.num_layers,
@@ -262,6 +268,7 @@ def make_model(config: Config) -> LayeredModel:
         context=model.context,
         dropout=model.dropout,
         tied=model.tie_embeddings,
+        **bottlenecks,
     )
     return layered
 

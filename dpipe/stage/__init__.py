@@ -5,6 +5,7 @@ base.py             the contract of a stage, as executor, trainer and checkpoint
 families.py         the model families and what others need to know of each (no torch)
 model.py            a model as a list of layers and a loss; a user's own model
 gpt.py              a decoder-only transformer as such a list
+bottleneck.py       a GPT that passes few numbers a token from layer to layer
 bert.py             BERT as such a list
 stage.py            forward and backward of one micro-batch over some of the layers
 replay.py           a stage that waits instead of computing

@@ -23,14 +23,14 @@ class Family:
     `builder` is called with `vocab_size`, `num_layers`, `width`, `num_heads`, `context`, `dropout`
     and `tied`, and returns a `stage.model.LayeredModel` of `num_layers + 2` layers: an embedding,
     blocks and a head. The two formulas take the sizes as `flops.py` does, and give one value a
-    layer.
+    layer; without them the layers are counted as a user's own are.
     """
 
     # in `model.layers`
     name: str
     # "package.module:function", imported when a model is built; None: no transformer of dpipe's own
     builder: str | None = None
-    # of the forward pass of one micro-batch, and of the fp32 parameters; a `builder` needs both
+    # of the forward pass of one micro-batch, and of the fp32 parameters; both or neither
     layer_flops: Callable[..., tuple[float, ...]] | None = None
     layer_parameter_bytes: Callable[..., tuple[int, ...]] | None = None
     # False: stages wait instead of computing (`replay.py`); there is no data and nothing is learned
@@ -46,10 +46,12 @@ class Family:
     slices_sequences: bool = False
     # the default of model.tie_embeddings
     ties_embeddings: bool = False
+    # what `model.bottleneck_width` makes of it; its builder takes the two bottleneck keys besides
+    narrow: "Family | None" = None
 
     @property
     def is_transformer(self) -> bool:
-        """One of dpipe's own, built from the sizes in `[model]`; its costs are known by formula."""
+        """Built from the sizes in `[model]`, with costs that are known by formula."""
         return self.layer_flops is not None
 
 
@@ -62,6 +64,11 @@ FAMILIES = Choices[Family](
         layer_parameter_bytes=gpt_layer_parameter_bytes,
         tensor_parallel=True,
         slices_sequences=True,
+        narrow=Family(
+            "gpt",
+            builder="dpipe.stage.bottleneck:narrow_gpt",
+            slices_sequences=True,
+        ),
     ),
     Family(
         "bert",
