@@ -7,14 +7,14 @@
 
 The stages are those of `scripts/table.py gpt3xl_gpipe_network`, calibrated on published steps, the
 schedule is "auto", and the rates include the headers of ordinary frames, as a lab's do. The first
-columns are formats of dpipe; the last is a model made for narrow links, with a hundredth of fp32's
-bits.
+columns are formats of dpipe; the last is a model made for narrow links: `model.bottleneck_width` is
+a 64th of its width, in fp32, and both ends of a bottleneck take their time.
 """
 
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -29,6 +29,10 @@ from dpipe.timeline.cost import Cost
 from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 
+# Of GPT-3 XL, whose 24 blocks make 12 stages.
+WIDTH = 2048
+CONTEXT = 2048
+BLOCKS_A_STAGE = 2
 NETWORKS = ((50, 0.3), (25, 0.1), (25, 0.03))  # one-way ms, Gbit/s
 SLICES = (1, 2, 4)
 # Network, micro-batches, format.
@@ -39,20 +43,40 @@ BY_SLICES = (
     ((50, 0.3), NUM_MICROBATCHES, "int4"),
     ((25, 0.1), NUM_MICROBATCHES, "int4"),
 )
-# Of a dpipe configuration, and what comes to a hundredth.
 FORMATS = ("none", "bf16", "int8", "int6", "int4", "int3")
-HUNDREDTH = "1 % of fp32"
-COLUMNS = (*FORMATS, HUNDREDTH)
+# The model made for narrow links: numbers a token of 4 bytes each and, forward, the word itself.
+BOTTLENECK_WIDTH = WIDTH // 64
+WORD_BYTES = 4
+NARROW = f"{BOTTLENECK_WIDTH} numbers a token"
+COLUMNS = (*FORMATS, NARROW)
 HEAD = ("delay_ms", "bandwidth_gbps", "format", "bits", "step_s")
 Row = tuple[float, float, str, float, float]
 Cell = tuple[tuple[float, float], str]
 
 
-def message_bytes(name: str, num_slices: int = 1) -> int:
+def message_bytes(name: str, num_slices: int = 1) -> tuple[int, int]:
+    """Of an activation, and of its gradient."""
     num_values = MESSAGE_VALUES // num_slices
-    if name == HUNDREDTH:
-        return num_values * 4 // 100
-    return wire_bytes(name, num_values)
+    if name == NARROW:
+        num_tokens = num_values // WIDTH
+        num_bytes = num_tokens * BOTTLENECK_WIDTH * 4
+        return num_bytes + num_tokens * WORD_BYTES, num_bytes
+    num_bytes = wire_bytes(name, num_values)
+    return num_bytes, num_bytes
+
+
+def bottleneck_share() -> float:
+    """What the two projections of a bottleneck add to the arithmetic of a stage's blocks."""
+    block = 24 * WIDTH**2 + 4 * CONTEXT * WIDTH
+    return 4 * WIDTH * BOTTLENECK_WIDTH / (BLOCKS_A_STAGE * block)
+
+
+def cost_of(name: str, num_slices: int) -> Cost:
+    # Every slice as long as every other: what attention leaves out is not counted.
+    longer = (1 + bottleneck_share() if name == NARROW else 1) / num_slices
+    activation_bytes, gradient_bytes = message_bytes(name, num_slices)
+    cost = Cost.uniform(NUM_STAGES, FORWARD_US * longer, BACKWARD_US * longer, activation_bytes)
+    return replace(cost, gradient_bytes=(gradient_bytes,) * (NUM_STAGES - 1))
 
 
 def predicted(
@@ -66,10 +90,7 @@ def predicted(
     (delay_ms, gbps), name = cell
     plain = parse_network({"delay_ms": delay_ms, "bandwidth_gbps": gbps}, "narrow")
     network = plain.for_payload().over_enough()
-    num_bytes = message_bytes(name, num_slices)
-    # Every slice as long as every other: what attention leaves out is not counted.
-    times_us = (FORWARD_US / num_slices, BACKWARD_US / num_slices)
-    cost = Cost.uniform(NUM_STAGES, *times_us, num_bytes)
+    cost = cost_of(name, num_slices)
     sizes = (NUM_STAGES, num_microbatches)
     # Every step waits for a vote, as with the default settings.
     if num_slices > 1:
@@ -79,7 +100,7 @@ def predicted(
     else:
         schedule = search(*sizes, cost, network, ballots=network)
     seconds = simulate(schedule, cost, network, ballots=network).step_us / 1e6
-    bits = round(8 * num_bytes * num_slices / MESSAGE_VALUES, 3)
+    bits = round(8 * cost.activation_bytes[0] * num_slices / MESSAGE_VALUES, 3)
     return delay_ms, gbps, name, bits, round(seconds, 2)
 
 
