@@ -3,15 +3,19 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
-from fakes import cuda_on_cpu
 
-from netem.router import MODULES
+from dpipe.processes.imports import imported_for_good
+
+with imported_for_good():
+    import hypothesis
+    import torch
+    from fakes import cuda_on_cpu
+
+    from netem.router import MODULES
 
 pytest_plugins = ["support.warm_python", "support.whole_runs"]
 GOLDEN = Path(__file__).parent / "golden"
@@ -29,6 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Accept what the tests see as the golden files.",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Every worker imports all tests and keeps them: looking through them for garbage takes as long
+    as collecting them.
+    """
+    with imported_for_good():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """The interpreter of `support/warm_python.py` behaves as the real one."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,15 @@ SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_server_that_nobody_asks_imports_nothing(tmp_path: Path) -> None:
+    """It would keep the end of tests that start no process waiting."""
+    server = Path(__file__).parent / "support" / "warm_server.py"
+    words = (sys.executable, "-X", "importtime", str(server), str(tmp_path / "s"), "client")
+    ended = run(*words, input="")
+    assert (ended.returncode, ended.stdout) == (0, "ready\n")
+    assert not re.search(r"\b(torch|dpipe)\b", ended.stderr)
 
 
 def started(python: str, code: str) -> tuple[subprocess.Popen[str], psutil.Process]:

@@ -7,7 +7,6 @@ Has one thread: a fork of several would lose all but one, and what they had lock
 import atexit
 import ctypes
 import fcntl
-import gc
 import json
 import multiprocessing.spawn
 import os
@@ -33,7 +32,8 @@ def main(address: str, client: str) -> None:
         selector.register(listening, selectors.EVENT_READ)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        selector.select()
+        if any(key.fileobj is sys.stdin for key, _ in selector.select()):
+            return  # no test has asked
         import_all()
         serve(listening, selector, client)
 
@@ -41,15 +41,15 @@ def main(address: str, client: str) -> None:
 def import_all() -> None:
     """What a rank imports, at its start and in its first step."""
     from dpipe.processes.environment import set_up_grpc
+    from dpipe.processes.imports import imported_for_good
 
     set_up_grpc()
-    import sympy  # noqa: F401 - torch does at the first backward
-    import torch._dynamo  # noqa: F401 - torch does for tensors without memory
+    with imported_for_good():
+        import sympy  # noqa: F401 - torch does at the first backward
+        import torch._dynamo  # noqa: F401 - torch does for tensors without memory
 
-    import dpipe.cli.main
-    import dpipe.run.start  # noqa: F401
-
-    gc.freeze()
+        import dpipe.cli.main
+        import dpipe.run.start  # noqa: F401
 
 
 def serve(listening: socket.socket, selector: selectors.DefaultSelector, client: str) -> None:
@@ -167,3 +167,4 @@ def end_with(code: object) -> NoReturn:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2])
+    os._exit(0)  # whoever closed the input waits, and taking torch apart takes a second
