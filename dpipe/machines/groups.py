@@ -1,10 +1,49 @@
 """Ranks that were measured as a machine each, put together as a run takes them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dpipe.errors import ConfigError
 from dpipe.machines.machine import Cluster
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The ranks of a run in groups of one size."""
+
+    ranks: Cluster  # each as a machine, in their order
+    groups: tuple[tuple[str, ...], ...]  # their names
+
+    @classmethod
+    def of(cls, measured: Cluster, size: int) -> "RankGroups":
+        """Raises `ConfigError` where the host of rank 0 has no group."""
+        ranks = one_rank_each(measured)
+        groups = groups_of(ranks, size)
+        return cls(ranks, groups)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Each group as a machine."""
+        return with_a_machine_each(self.ranks, self.groups)
+
+    @property
+    def ungrouped(self) -> list[str]:
+        """Those that are in no group."""
+        grouped: set[str] = set()
+        for group in self.groups:
+            grouped.update(group)
+        return [name for name in self.ranks.names if name not in grouped]
+
+    def rank_in(self, seats: Sequence[str], name: str) -> int | None:
+        """Which rank of a run the one by this name is, where each of `seats` is the first of a
+        group; None if its group has no seat.
+        """
+        for group in self.groups:
+            first = group[0]
+            if name in group and first in seats:
+                place = seats.index(first)
+                return place * len(group) + group.index(name)
+        return None
 
 
 def one_rank_each(cluster: Cluster) -> Cluster:

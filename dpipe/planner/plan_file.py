@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpipe.errors import ConfigError
+from dpipe.errors import ConfigError, TransferError
 from dpipe.toml import parse_toml, read_text, to_toml
 
 # The keys of a job that a plan decides, by section.
@@ -145,6 +145,16 @@ def parse_plan(table: dict[str, Any]) -> Plan:
     )
     _check_sizes(plan)
     return plan
+
+
+def plan_of_rank_0(text: str) -> Plan:
+    """Raises `TransferError` where it is none."""
+    try:
+        return parse_plan(parse_toml(text))
+    except (ValueError, ConfigError) as error:
+        raise TransferError(
+            f"rank 0 sent a plan that is none ({error}); install one dpipe version everywhere"
+        ) from None
 
 
 def _replicas(rows: Any) -> tuple[tuple[str, ...], ...]:

@@ -62,7 +62,7 @@ def measure_to_file(
     if process.rank == 0:
         _refuse_file(out)
     else:
-        say = _silent
+        say = silent
     sizes = tuple(sorted(set(micro_batch_sizes))) or (config.microbatch_size,)
     with measuring(
         config,
@@ -141,7 +141,7 @@ def _joined(
         coordinator.leave()
 
 
-def _silent(text: str) -> None:
+def silent(text: str) -> None:
     """On all ranks but one: they would say the same."""
 
 

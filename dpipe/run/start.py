@@ -153,7 +153,6 @@ def train_rank(
     if config.pipeline.plan == "auto":
         planned = _planned(config, process, resume, timeout, console)
         if planned is None:
-            console.print("the plan leaves this rank out: it would only slow the run down")
             return
         config, process = planned
     if process.world_size != config.world_size:
@@ -186,8 +185,8 @@ def _planned(
     _refuse_resuming(config, resume)
 
     def say(text: str) -> None:
-        if process.rank == 0:
-            console.print(text, highlight=False, markup=False)
+        # A table keeps its lines, however narrow the log is.
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     if process.rank == 0:
         refuse_folder(config, resume=False)

@@ -124,6 +124,10 @@ class Hosts:
     def coordinator(self) -> str:
         return f"{self.hosts[0].reached_at}:{self.coordinator_port}"
 
+    @property
+    def num_slots(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
     def refuse_hidden(self, first: Host) -> None:
         """Raises `HostsError` where the host of rank 0 cannot be reached by the others."""
         if first.reached_at == "none":

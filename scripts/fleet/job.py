@@ -60,8 +60,8 @@ class Job:
     ) -> "Job":
         """With a `plan`, the job as it decides and on the hosts that it names. `machines`, by
         default those of `predict.machines` or of the hosts file, go along: a run's summary predicts
-        from them. Raises `ConfigError` if the configuration is not valid, `HostsError` if it needs
-        other or more hosts.
+        from them. Raises `ConfigError` if the configuration is not valid, or plans a run anew that
+        is to be resumed, `HostsError` if it needs other or more hosts.
         """
         name = _named(path, resume or name)
         if not any(text.startswith("run.folder=") for text in overrides):
@@ -75,7 +75,7 @@ class Job:
             overrides = _on_machines_of(hosts, path, overrides, trust_code=trust_code)
             overrides = planned(path, overrides, plan, trust_code=trust_code)
         config = load(path, overrides, trust_code=trust_code)
-        ranks = ranks or hosts.ranks(config.world_size)
+        ranks = ranks or _ranks_of(config, hosts)
         files = _machines_of(config)
         if files:
             overrides = (*overrides, _predicting_with(_beside_job(name, _MACHINES)))
@@ -130,6 +130,13 @@ class Job:
             "DPIPE_COORDINATOR": self.coordinator,
             "DPIPE_TOKEN": token,
         }
+
+
+def _ranks_of(config: Config, hosts: Hosts) -> list[HostRank]:
+    """As many as the job has; where these are to be planned as they join, one on each slot."""
+    if config.pipeline.plan == "auto":
+        return hosts.ranks(hosts.num_slots)
+    return hosts.ranks(config.world_size)
 
 
 def _named(path: Path, given: str | None) -> str:

@@ -9,7 +9,7 @@ from dpipe.errors import ConfigError, InputError, TransferError
 from dpipe.machines import groups
 from dpipe.machines.machine import Cluster, Machine
 from dpipe.network.link import Link
-from dpipe.planner.plan_file import Plan, keep_text, load_plan
+from dpipe.planner.plan_file import Plan, keep_text, load_plan, plan_of_rank_0
 from dpipe.processes.environment import AgentStore, ProcessInfo
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs
@@ -82,7 +82,7 @@ def test_ranks_of_one_host_share_its_memory() -> None:
 def test_text_of_rank_0_that_is_no_plan_is_refused() -> None:
     for text in ("", "[plan", "[plan]\nmodel = 3\n"):
         with pytest.raises(TransferError, match="rank 0 sent a plan that is none"):
-            planning.plan_of_rank_0(text)
+            plan_of_rank_0(text)
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -121,10 +121,11 @@ def test_ranks_of_one_host_are_a_tensor_parallel_group() -> None:
     grouped = groups.with_a_machine_each(TWO_HOSTS, pairs)
     assert [(each.name, each.devices) for each in grouped.machines] == [("near-0", 2), ("far-1", 2)]
 
-    plan = plan_of(("near-0", "far-1"), size=2)
-    ranks = [planning.rank_in(plan, pairs, name) for name in TWO_HOSTS.names]
+    together = groups.RankGroups(TWO_HOSTS, pairs)
+    ranks = [together.rank_in(("near-0", "far-1"), name) for name in TWO_HOSTS.names]
     # As they joined; the fifth has nobody to be a group with.
     assert ranks == [0, 2, 1, 3, None]
+    assert together.ungrouped == ["near-4"]
 
 
 def test_run_that_was_planned_sits_by_groups_and_not_by_ranks(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ from dpipe.measure import notes, reports
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
-from dpipe.planner.plan_file import load_plan
+from dpipe.planner.plan_file import load_plan, plan_of_rank_0
 from dpipe.probe.launcher_costs import from_text as layer_costs
 from dpipe.report.metrics import keep_rows_before, read_rows
 from dpipe.report.trace import (
@@ -69,7 +69,6 @@ from dpipe.report.trace import (
     save_inputs,
 )
 from dpipe.run.parameter_servers import FolderSnapshots
-from dpipe.run.planning import plan_of_rank_0
 from dpipe.schedule.action import parse_action
 from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import generate
@@ -1134,7 +1133,7 @@ FILES = [
         lambda data: plan_of_rank_0(data.decode(errors="surrogateescape")),
         (TransferError,),
         _text(_PLAN),
-        ("dpipe.run.planning:plan_of_rank_0",),
+        ("dpipe.planner.plan_file:plan_of_rank_0",),
     ),
     Decoder(
         "machines file",

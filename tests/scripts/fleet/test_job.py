@@ -213,3 +213,40 @@ def test_rank_0_is_not_planned_onto_a_host_that_cannot_be_reached(planned_job):
     hosts = '[[host]]\naddress = "a"\n[[host]]\naddress = "b"\nadvertise = "none"\n'
     with pytest.raises(HostsError, match='the plan starts rank 0 on b, .* advertise = "none"'):
         planned_job("b", "a", machines=hosts)
+
+
+AUTO = """
+[model]
+num_layers = 3
+width = 32
+num_heads = 4
+context = 16
+vocab_size = 256
+[train]
+steps = 2
+batch_size = 4
+[pipeline]
+plan = "auto"
+[data]
+files = ["text.txt"]
+[run]
+tensorboard = false
+"""
+# The stand-in becomes the real one, which -P finds where the tests' own Python does.
+REAL = """
+Path("text.txt").write_text("machines that plan themselves\\n" * 200)
+os.execv(sys.executable, [sys.executable, "-P", "-m", "dpipe", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.timeout(240)
+def test_run_is_planned_as_its_ranks_join(cloud):
+    """One rank a slot: the job says how many only once it is planned."""
+    cloud.play(REAL)
+    job = cloud.root / "job.toml"
+    job.write_text(AUTO)
+    done = cloud("run", job, "--name", "r")
+    assert done.exit_code == 0, done.output
+    assert "2 ranks on 2 hosts" in done.output
+    assert "rank 0 | step  " in done.output, "the plan"
+    assert "rank 0 | step 2/2" in done.output
