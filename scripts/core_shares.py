@@ -3,6 +3,9 @@
     /sys/fs/cgroup/cpu/dpipe-shares-PID/0    cgroup v1    cpu.cfs_quota_us, cpu.cfs_period_us
     /sys/fs/cgroup/dpipe-shares-PID/0        cgroup v2    cpu.max
 
+Other work of the machine gets what the quotas leave. Otherwise a process would get less than its
+share of a busy machine: there all processes of a group have one weight, whatever their nice values.
+
 Without the right to make control groups (root has it), start each process by hand with less of a
 core: `systemd-run --user --scope -p CPUQuota=25% ...`, or in a container with `--cpus 0.25`.
 """
@@ -19,6 +22,9 @@ from venue import ThisMachine
 from dpipe.errors import RunError
 
 _PERIOD_US = 10_000  # a micro-batch takes longer, so that none is computed at full speed
+# The most that the kernel takes, where a group has 1024 or 100 by default.
+_SHARES = 262_144  # cgroup v1
+_WEIGHT = 10_000  # cgroup v2
 _CGROUP = Path("/sys/fs/cgroup")
 _END_S = 10.0
 
@@ -68,10 +74,13 @@ def _controller() -> tuple[Path, bool]:
 
 def _make(folder: Path, groups: Sequence[Path], shares: Sequence[float], *, is_v1: bool) -> None:
     folder.mkdir()
-    if not is_v1:
+    if is_v1:
+        (folder / "cpu.shares").write_text(str(_SHARES))
+    else:
         # What a group's children may bound, the group must have been given.
         for parent in (folder.parent, folder):
             (parent / "cgroup.subtree_control").write_text("+cpu")
+        (folder / "cpu.weight").write_text(str(_WEIGHT))
     for group, share in zip(groups, shares, strict=True):
         group.mkdir()
         quota_us = round(share * _PERIOD_US)

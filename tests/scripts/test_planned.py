@@ -75,7 +75,9 @@ def test_shares_are_quotas_of_the_kernel(planned, tmp_path, monkeypatch):
     monkeypatch.setattr(shares, "_END_S", 0.0)
     with shares.core_shares([1.0, 0.25]) as groups:
         quotas = [(group / "cpu.max").read_text() for group in groups]
+        weight = (groups[0].parent / "cpu.weight").read_text()
     assert quotas == ["10000 10000", "2500 10000"]
+    assert weight == "10000", "other work gets what the quotas leave"
 
 
 def test_kernel_that_makes_no_groups_is_named_with_another_way(planned, tmp_path, monkeypatch):
