@@ -24,6 +24,7 @@ def config(**model: object) -> Config:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_STRETCH_S", 0.01)
+    monkeypatch.setattr(layers, "_LONGEST_S", 0.01)
 
 
 class Sleeps(torch.autograd.Function):
@@ -59,6 +60,24 @@ def sleepy() -> LayeredModel:
 
     slow = partial(Sleepy, 0.02)
     return LayeredModel((partial(Sleepy, 0.005), slow, slow), lambda output, targets: output.mean())
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "goes_on"),
+    [
+        (2, 60.0, True),  # of the slowest layer three
+        (3, 2.5, False),
+        (11, 1.5, True),  # of a slow one twelve, if that takes no longer than two seconds
+        (12, 0.4, True),
+        (12, 0.6, False),
+        (1000, 0.1, False),
+    ],
+)
+def test_slow_layers_are_repeated_for_longer(
+    monkeypatch: pytest.MonkeyPatch, number: int, seconds: float, goes_on: bool
+) -> None:
+    monkeypatch.undo()
+    assert layers._goes_on(number, seconds) == goes_on
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
