@@ -19,6 +19,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   probe          what the layers of any model take and hold, tried
                   memory         what each rank will hold
                   data           texts, tokens, batches
+                  export         a trained model for other programs, and how it does at tasks
                   hub            published models: transformers' modules, their weights
                   keeper         copies of layers in memory, kept and served
                   store          checkpoints and the folder of a run

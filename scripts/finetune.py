@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from dpipe.config.load import Config, build, load
-from dpipe.hub.export import export_run
+from dpipe.export.folder import export_run
 from dpipe.hub.extra import hub_function
 from dpipe.run.api import launch
 from dpipe.run.generate import load_all_layers

@@ -38,6 +38,7 @@ BELOW_CONFIG = GROUND | ALPHABETS
 BELOW_MEETING = BELOW_CONFIG | {"config"} | SPECIALISTS
 BELOW_TRAINING = BELOW_MEETING | {
     "data",
+    "export",
     "hub",
     "store",
     "probe",
@@ -71,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "hub": BELOW_MEETING | {"store"},
+    "export": BELOW_MEETING | {"hub", "store"},
     "data": BELOW_MEETING | {"hub"},
     "memory": BELOW_MEETING | {"data"},
     "probe": BELOW_MEETING | {"memory"},

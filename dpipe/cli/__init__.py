@@ -6,7 +6,7 @@ training.py        train, launch, serve
 elastic.py         coordinate, join, leave, status
 foresight.py       simulate, schedule, trace
 planning.py        plan
-model.py           generate, export
+model.py           generate, export, eval
 measuring.py       bench, measure
 configuration.py   config
 watching.py        watch, report

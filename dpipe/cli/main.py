@@ -11,7 +11,7 @@ from dpipe.cli.configuration import config, convert
 from dpipe.cli.elastic import coordinate, join, leave, status
 from dpipe.cli.foresight import schedule, simulate, trace
 from dpipe.cli.measuring import bench, doctor, measure
-from dpipe.cli.model import export, generate
+from dpipe.cli.model import evaluate, export, generate
 from dpipe.cli.planning import plan
 from dpipe.cli.training import launch, serve, train
 from dpipe.cli.watching import report, watch
@@ -51,6 +51,7 @@ for command in (
     convert,
     coordinate,
     doctor,
+    evaluate,
     export,
     generate,
     join,

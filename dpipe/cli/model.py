@@ -1,5 +1,6 @@
-"""Commands that use a trained model: generate, export."""
+"""Commands that use a trained model: generate, export, eval."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,73 @@ def export(run: str, folder: str, **options: Any) -> None:
     Example:
       dpipe export runs/finetune --to my-model
     """
-    from dpipe.run.export import export_folder
+    from dpipe.export.run import export_folder
 
     step = export_folder(Path(run), Path(folder), **options)
     show(f"{folder}: the model before step {step}")
+
+
+def _names(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise click.BadParameter("give the name of a task, or several with commas")
+    return names
+
+
+@click.command("eval")
+@RUN
+@click.option(
+    "--tasks",
+    required=True,
+    callback=_names,
+    metavar="A,B,...",
+    help="Names of lm_eval's tasks, groups or tags; * stands for any letters.",
+)
+@click.option(
+    "--include-path",
+    type=click.Path(file_okay=False),
+    help="A folder with tasks of your own, as lm_eval has them: YAML files.",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="So many examples of each task; no more.")
+@click.option(
+    "--num-fewshot",
+    type=click.IntRange(min=0),
+    help="Solved examples ahead of each question; default: as the task says.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--chat", "apply_chat_template", is_flag=True, help="Ask by the model's chat template."
+)
+@click.option(
+    "--exported",
+    type=click.Path(file_okay=False),
+    help="A folder that `dpipe export` wrote, to take in place of exporting again.",
+)
+@click.option(
+    "--published", is_flag=True, help="Also the model before its training, in a column beside it."
+)
+@BEST
+def evaluate(
+    run: str, *, best: bool, exported: str | None, published: bool, **harness: Any
+) -> None:
+    """Evaluate the newest checkpoint of a run of model.hf with lm-evaluation-harness.
+
+    It needs the extra dpipe[eval]. All results go to a file in RUN/eval.
+
+    \b
+    Example:
+      dpipe eval runs/finetune --tasks arc_easy,hellaswag --limit 200
+      dpipe eval runs/finetune --tasks my_task --include-path tasks --chat --published
+    """
+    with imported_for_good():
+        from dpipe.export.evaluation import Harness, evaluate_run
+
+    table = evaluate_run(
+        Path(run),
+        Harness(**harness),
+        best=best,
+        exported=exported,
+        published=published,
+        say=partial(click.echo, err=True),
+    )
+    show(table)

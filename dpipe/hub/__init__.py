@@ -18,7 +18,6 @@ model.py           the list of layers that the rest of dpipe takes
 words.py           the model's own tokenizer and chat template
 axolotl.py         axolotl's configuration as one of dpipe's
 dataset.py         the rows of a data set on the hub
-export.py          a run as a folder that transformers or peft opens
 
 To add a family: one entry in architectures.py, and a tiny configuration in
 tests/hub/published.py, with which the tests compare every gradient with transformers' own.

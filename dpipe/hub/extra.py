@@ -10,10 +10,12 @@ from dpipe.choices import function_at
 from dpipe.errors import ConfigError
 
 
-def hub_function(path: str) -> Callable[..., Any]:
-    """The function of `module:function` in this room. Raises `ConfigError` without the extra."""
+def hub_function(path: str, room: str = "hub") -> Callable[..., Any]:
+    """The function of `module:function` in this room, or in another that imports transformers.
+    Raises `ConfigError` without the extra.
+    """
     try:
-        return function_at(f"dpipe.hub.{path}")
+        return function_at(f"dpipe.{room}.{path}")
     except ModuleNotFoundError as error:
         raise _missing("model.hf", error) from None
 

@@ -10,7 +10,6 @@ agreement.py          the configured kind of data parallelism, built
 parameter_servers.py  the run's parameter servers: in its ranks, or by themselves
 resume.py             which checkpoint every rank has, and copying its values in
 generate.py           text from a checkpoint
-export.py             a run of a published model, as Hugging Face's libraries read it
 measuring.py          what `dpipe measure` does: join the others, measure, write the file
 planning.py           `pipeline.plan = "auto"`: measure, plan, and then start
 results.py            trace inputs, summary and sample at the end of a run

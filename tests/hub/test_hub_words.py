@@ -8,8 +8,8 @@ import pytest
 from dpipe.config.load import build
 from dpipe.data.rows import read_rows
 from dpipe.errors import ConfigError, DataError
+from dpipe.export.run import export_folder
 from dpipe.hub.extra import extra_library, hub_function
-from dpipe.run.export import export_folder
 from dpipe.store.run_folder import save_configuration
 
 published = pytest.importorskip("hub.published")

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from dpipe.config.load import build
+from dpipe.export.run import export_folder
 from dpipe.report.trace import load_inputs
-from dpipe.run.export import export_folder
 from dpipe.run.generate import generate_text
 
 published = pytest.importorskip("hub.published")

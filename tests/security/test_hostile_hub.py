@@ -20,7 +20,7 @@ from dpipe.plan.run_plan import make_model
 from dpipe.stage.model import materialise
 
 published = pytest.importorskip("hub.published")
-export_run = pytest.importorskip("dpipe.hub.export").export_run
+export_run = pytest.importorskip("dpipe.export.folder").export_run
 tokenizer_of = pytest.importorskip("dpipe.data.tokenizer").tokenizer_of
 
 

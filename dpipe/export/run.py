@@ -9,10 +9,15 @@ from dpipe.store.run_folder import checkpoint_url, load_configuration
 
 
 def export_folder(
-    run: Path, folder: Path, *, only_adapter: bool = False, best: bool = False
+    run: Path,
+    folder: Path,
+    *,
+    only_adapter: bool = False,
+    best: bool = False,
+    learned: bool = True,
 ) -> int:
     """The newest checkpoint of `run`, or its `best`, to the new `folder`; returns its step
-    (`hub/export.py`).
+    (`folder.py`). Without what was `learned`: its model as it was published.
 
     Raises `ConfigError` for a run of another model than a published one.
     """
@@ -23,7 +28,9 @@ def export_folder(
             "have: export is for runs with model.hf"
         )
     url = checkpoint_url(config, run)
-    step: int = hub_function("export:export_run")(
-        config, url, folder, only_adapter=only_adapter, step=checkpoint.best(url) if best else None
+    step = checkpoint.best(url) if best else None
+    export = hub_function("folder:export_run", room="export")
+    written: int = export(
+        config, url if learned else None, folder, only_adapter=only_adapter, step=step
     )
-    return step
+    return written

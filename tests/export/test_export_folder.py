@@ -15,7 +15,7 @@ from dpipe.store import checkpoint
 # peft asks transformers by a name that transformers will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 published = pytest.importorskip("hub.published")
-export = pytest.importorskip("dpipe.hub.export")
+export = pytest.importorskip("dpipe.export.folder")
 
 
 def save_checkpoint(url, tensors):
