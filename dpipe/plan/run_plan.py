@@ -48,7 +48,7 @@ class RunPlan:
 
     config: Config
     model: LayeredModel | None  # None for replay
-    corpus: Corpus | Samples | None  # None for replay
+    corpus: Corpus | Samples | None  # None for replay, and where it was not read
     # [s]: what a rank of stage s sends to the next, in replica 0
     boundaries: tuple[tuple[TensorSpec, ...], ...]
     forecast: Forecast
@@ -95,8 +95,10 @@ def draft(
     network: Network | None = None,
     choose: ScheduleChoice = choose_schedule,
     predicts_memory: bool = True,
+    reads_text: bool = True,
 ) -> RunPlan:
-    """Build the model without memory, cut and schedule its layers, read the text.
+    """Build the model without memory, cut and schedule its layers, read the text. No prediction
+    depends on the text: without `reads_text` it and its tokenizer need not be there.
 
     `layer_s` are measured seconds of each layer, `probed` their costs if they are known already.
     Without `predicts_memory` what a user's own model
@@ -120,8 +122,10 @@ def draft(
         runner = stage_runner(config, model)
         layers = replace(layers, memory_of=partial(measured_stages, runner, probed))
     predicted = forecast(config, layers, network, choose)
-    corpus = read_text(config)  # last, because the first time it writes a cache
-    config = _with_steps(config, corpus)
+    corpus = None
+    if reads_text:
+        corpus = read_text(config)  # last, because the first time it writes a cache
+        config = _with_steps(config, corpus)
     sent = _sent(config, probed, predicted.split)
     return RunPlan(config, model, corpus, sent, predicted, probed)
 

@@ -30,7 +30,7 @@ def forecast_text(
     else:
         from dpipe.plan.run_plan import draft  # a user's own layers are counted by torch
 
-        predicted = draft(config, network=assumed).forecast
+        predicted = draft(config, network=assumed, reads_text=False).forecast
     row = as_row(predicted)
     return json.dumps(row, indent=2) if as_json else as_text(row, config)
 

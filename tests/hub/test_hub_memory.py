@@ -1,11 +1,13 @@
 """What stages of a published model hold is measured once for all that are made of the same."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from dpipe.config.load import build
 from dpipe.plan.run_plan import first_inputs, make_model, stage_runner
+from dpipe.plan.text import forecast_text
 from dpipe.probe import measured
 from dpipe.probe.layer_costs import probe
 
@@ -38,3 +40,16 @@ def test_memory_of_many_equal_layers_follows_from_that_of_a_few(tmp_path, monkey
     # Each layer alone, and 10 in two stages; then one of each kind, and two and three in a row.
     assert sum(numbers[:12]) == 20
     assert numbers[12:] == [1, 1, 1, 1, 2, 3, 4]
+
+
+def test_simulate_needs_the_configuration_of_a_model_alone(tmp_path):
+    config = published.transformers.LlamaConfig(**published.SIZES)
+    config.save_pretrained(tmp_path / "model")
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'model = {{ hf = "{tmp_path}/model", context = 16 }}\n'
+        'data = { files = ["not-here.jsonl"], format = "chat" }\n'
+    )
+    predicted = json.loads(forecast_text(str(job), (), None, as_json=True))
+    assert predicted["step_s"] > 0
+    assert predicted["memory"][0]["total"] > 0
