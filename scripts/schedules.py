@@ -11,12 +11,15 @@
         beside 1F1B, where both may hold as many activations as 1F1B does
     scripts/schedules.py optimum
         the same for small pipelines, beside the exact optimum
+    scripts/schedules.py time
+        how long a search of 12 stages x 64 micro-batches keeps a core; nothing else should run
 
 Each writes scripts/results/sim/schedules_NAME.jsonl, and prints it as a table. With --print it only
 prints what is there.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -44,6 +47,7 @@ FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGES_MIB = (16, 8)  # a micro-batch's activation in fp32 and in bf16
 MICROBATCHES = (8, 12, 16, 32, 64)
 SMALL = ((3, 4), (3, 5), (4, 4))  # stages, micro-batches
+_TURNS = 2  # of a search that is timed; what else a machine does makes it longer, never shorter
 AT_ONCE = Network(default=Link(0, 1))  # a vote takes no time: the step time is that of a step alone
 
 # Seconds that "auto" took on 2026-11-21, with at most as many micro-batches in flight as there are:
@@ -193,6 +197,30 @@ def _beside_optimum(network: Network, mib: int, num_stages: int, count: int) -> 
     return row
 
 
+def time_rows() -> Iterator[Row]:
+    count = MICROBATCHES[-1]
+    for name, network in networks():
+        for mib in MESSAGES_MIB:
+            for ballots in (network, None):
+                one = partial(_search_s, network, mib, ballots, count)
+                yield {
+                    "network": name,
+                    "message_mib": mib,
+                    "votes": ballots is not None,
+                    "stages": NUM_STAGES,
+                    "micro_batches": count,
+                    "cpu_s": round(min(one() for _ in range(_TURNS)), 2),
+                }
+
+
+def _search_s(network: Network, mib: int, ballots: Network | None, count: int) -> float:
+    """Of one core."""
+    cost = cost_of(NUM_STAGES, mib)
+    began_s = time.process_time()
+    search(NUM_STAGES, count, cost, network, ballots=ballots)
+    return time.process_time() - began_s
+
+
 def bound_table(rows: list[Row]) -> Iterator[str]:
     counts = [*dict.fromkeys(row["micro_batches"] for row in rows)]
     heads = [f"M = {count}" for count in counts]
@@ -237,6 +265,13 @@ def optimum_table(rows: list[Row]) -> Iterator[str]:
         yield _line(_network(row), size, *times, f"{max(0.0, more):.1f} %")
 
 
+def time_table(rows: list[Row]) -> Iterator[str]:
+    yield from _head("network, message", "vote", "overlap")
+    for voting, overlapping in zip(rows[::2], rows[1::2], strict=True):
+        times = [f"{row['cpu_s']:.1f}" for row in (voting, overlapping)]
+        yield _line(_network(voting), *times)
+
+
 def _network(row: Row) -> str:
     return f"{row['network']}, {row['message_mib']} MiB"
 
@@ -261,6 +296,7 @@ TABLES: dict[str, tuple[Rows, Table]] = {
     "few": (few_rows, few_table),
     "memory": (memory_rows, memory_table),
     "optimum": (optimum_rows, optimum_table),
+    "time": (time_rows, time_table),
 }
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/results.md"
-NAMES = ["bound", "few", "memory", "optimum"]
+NAMES = ["bound", "few", "memory", "optimum", "time"]
 PROFILES = {
     "alike": "delay_ms = 10\nbandwidth_gbps = 1\n",
     "unlike": "delay_ms = 10\nbandwidth_gbps = 1\n"
@@ -51,7 +51,7 @@ def tiny(
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("bound", 4), ("few", 1), ("memory", 4), ("optimum", 1)]
+    ("name", "rows"), [("bound", 4), ("few", 1), ("memory", 4), ("optimum", 1), ("time", 2)]
 )
 def test_each_table_is_made_kept_and_printed_again(
     name: str, rows: int, tiny: Callable[..., str], tmp_path: Path
@@ -60,7 +60,8 @@ def test_each_table_is_made_kept_and_printed_again(
     assert len(text.splitlines()) == 2 + rows
     assert tiny(name, "--print") == text
     kept = (tmp_path / f"schedules_{name}.jsonl").read_text().splitlines()
-    for row in map(json.loads, kept):
+    steps = [row for row in map(json.loads, kept) if "auto_s" in row]
+    for row in steps:
         assert row["auto_s"] <= row.get("published_s", 99)
         assert row["auto_s"] <= row.get("one_f_one_b_s", 99)
         assert row["auto_s"] >= max(row.get("bound_s", 0), row.get("optimum_s", 0)) - 1e-4
@@ -106,3 +107,10 @@ def test_few_micro_batches_take_less_than_before(schedules: ModuleType) -> None:
     rows = schedules.kept("few")
     assert len(rows) == 16
     assert all(row["auto_s"] < row["before_s"] for row in rows)
+
+
+def test_search_of_every_profile_is_timed_with_and_without_a_vote(schedules: ModuleType) -> None:
+    rows = schedules.kept("time")
+    assert {(row["stages"], row["micro_batches"]) for row in rows} == {(12, 64)}
+    cells = {(row["network"], row["message_mib"], row["votes"]) for row in rows}
+    assert len(cells) == len(rows) == 9 * 2 * 2
