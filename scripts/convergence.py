@@ -3,6 +3,7 @@
 
     scripts/convergence.py                              runs what is missing, then prints the table
     scripts/convergence.py scripts/sweeps/convergence.toml    the same
+    scripts/convergence.py --kept FILE                  trains nothing: the table of what is there
 
 Each cell of the file is a `dpipe launch` on this machine with overrides of its own, one for each of
 the file's seeds; a line of JSON for each is appended to the results. A difference is the mean over
@@ -12,7 +13,7 @@ loss lies outside the cell's bound.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -50,7 +51,7 @@ class Convergence(BaseModel):
     timeout_s: float = Field(default=3600.0, gt=0)  # a run
 
 
-Losses = dict[str, list[float]]  # by cell, one a seed
+Losses = dict[str, dict[int | None, float]]  # by cell, of the seeds that were trained
 
 
 def all_overrides(plan: Convergence, cell: Cell, seed: int | None) -> tuple[str, ...]:
@@ -82,33 +83,47 @@ def train(plan: Convergence, cell: Cell, seed: int | None, folder: Path) -> dict
     }
 
 
-def train_missing(plan: Convergence, results: Path, folder: Path) -> Losses:
-    """The final losses of all cells, after training those that `results` lacks."""
-    lines = {line["key"]: line for line in whole_lines(results)}
-    losses: Losses = {cell.name: [] for cell in plan.cell}
-    # Seed by seed, so that what is interrupted has compared all cells with some.
+def runs_of(plan: Convergence) -> Iterator[tuple[Cell, int | None]]:
+    """Seed by seed, so that what is interrupted has compared all cells with some."""
     for seed in plan.seeds or (None,):
         for cell in plan.cell:
-            key = key_of(configuration(plan, cell, seed, folder)[0])
-            if key not in lines:
-                click.echo(f"{cell.name} ... ", nl=False, err=True)
-                lines[key] = train(plan, cell, seed, folder)
-                append(results, lines[key])
-                click.echo(f"{lines[key]['final_held_out_loss']:.4f}", err=True)
-            losses[cell.name].append(lines[key]["final_held_out_loss"])
+            yield cell, seed
+
+
+def losses_kept(plan: Convergence, results: Path, folder: Path) -> Losses:
+    """The final losses that `results` has."""
+    lines = {line["key"]: line for line in whole_lines(results)}
+    losses: Losses = {cell.name: {} for cell in plan.cell}
+    for cell, seed in runs_of(plan):
+        key = key_of(configuration(plan, cell, seed, folder)[0])
+        if key in lines:
+            losses[cell.name][seed] = lines[key]["final_held_out_loss"]
     return losses
+
+
+def train_missing(plan: Convergence, results: Path, folder: Path) -> None:
+    """Append a line for each cell and seed that `results` lacks."""
+    losses = losses_kept(plan, results, folder)
+    for cell, seed in runs_of(plan):
+        if seed not in losses[cell.name]:
+            click.echo(f"{cell.name} ... ", nl=False, err=True)
+            line = train(plan, cell, seed, folder)
+            append(results, line)
+            click.echo(f"{line['final_held_out_loss']:.4f}", err=True)
 
 
 def excesses(plan: Convergence, losses: Losses, cell: Cell) -> list[float]:
     """How far a cell's losses are from the first cell's, in percent, by seed."""
-    pairs = zip(losses[cell.name], losses[plan.cell[0].name], strict=True)
-    return [(loss / first - 1) * 100 for loss, first in pairs]
+    first = losses[plan.cell[0].name]
+    pairs = [(loss, first[seed]) for seed, loss in losses[cell.name].items() if seed in first]
+    return [(loss / of_first - 1) * 100 for loss, of_first in pairs]
 
 
 def is_close(plan: Convergence, losses: Losses, cell: Cell) -> bool:
-    if cell.within_percent is None:
+    found = excesses(plan, losses, cell)
+    if cell.within_percent is None or not found:
         return True
-    return abs(mean(excesses(plan, losses, cell))) <= cell.within_percent
+    return abs(mean(found)) <= cell.within_percent
 
 
 def as_markdown(plan: Convergence, losses: Losses) -> str:
@@ -117,10 +132,13 @@ def as_markdown(plan: Convergence, losses: Losses) -> str:
         titles.insert(3, "by seed")
     rows: list[Sequence[str]] = [titles, ["---"] * len(titles)]
     for cell in plan.cell:
+        found = excesses(plan, losses, cell)
+        if not found:
+            continue  # not trained yet
         bound = "" if cell.within_percent is None else f"{cell.within_percent:g} %"
         missed = "" if is_close(plan, losses, cell) else " MISSED"
-        found = excesses(plan, losses, cell)
-        row = [cell.name, f"{mean(losses[cell.name]):.4f}", f"{mean(found):+.2f} %"]
+        mean_loss = mean(losses[cell.name].values())
+        row = [cell.name, f"{mean_loss:.4f}", f"{mean(found):+.2f} %"]
         if plan.seeds:
             row.append(", ".join(f"{each:+.2f}" for each in found))
         rows.append([*row, bound + missed])
@@ -136,11 +154,15 @@ def as_markdown(plan: Convergence, losses: Losses) -> str:
 @click.option(
     "--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl."
 )
-def main(file: Path, results: Path | None) -> None:
+@click.option("--kept", is_flag=True, help="Train nothing; print what the results hold.")
+def main(file: Path, results: Path | None, kept: bool) -> None:
     try:
         plan = read_table(Convergence, file)
         results_path = results or ROOT / f"scripts/results/{plan.name}.jsonl"
-        losses = train_missing(plan, results_path, ROOT / "runs/sweeps" / plan.name)
+        folder = ROOT / "runs/sweeps" / plan.name
+        if not kept:
+            train_missing(plan, results_path, folder)
+        losses = losses_kept(plan, results_path, folder)
     except DpipeError as error:
         click.echo(f"convergence: {error}", err=True)
         sys.exit(error.exit_code)

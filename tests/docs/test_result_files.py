@@ -178,32 +178,3 @@ def real_compute() -> list[list[str]]:
 def test_real_compute_on_two_cores() -> None:
     assert len(real_compute()) == 5
     assert table("Real compute on two cores") == real_compute()
-
-
-def seed_of(line: dict) -> str:
-    return next(override for override in line["overrides"] if override.startswith("train.seed="))
-
-
-def test_what_fewer_bits_cost_in_eight_stages() -> None:
-    lines = lines_of("convergence_wires")
-    exact = {seed_of(line): line for line in lines if line["name"] == "fp32"}
-    by_name: dict[str, list[str]] = {}
-    for line in lines:
-        of_seed = exact[seed_of(line)]
-        difference = percent(line["final_held_out_loss"], of_seed["final_held_out_loss"])
-        by_name.setdefault(line["name"], []).append(difference)
-    del by_name["fp32"]
-    rows = [[name, ", ".join(found)] for name, found in by_name.items()]
-    assert table("What fewer bits cost in eight stages") == rows
-
-
-def test_what_a_model_made_for_narrow_links_costs_in_loss() -> None:
-    plain, *narrow = lines_of("convergence_narrow")
-    rows = [[plain["name"], "512", f"{plain['final_held_out_loss']:.4f}", ""]]
-    for line in narrow:
-        loss = line["final_held_out_loss"]
-        width = int(line["overrides"][-1].removeprefix("model.bottleneck_width="))
-        num_bytes = str(4 * width + 1)  # and a byte is a word
-        row = [line["name"], num_bytes, f"{loss:.4f}", percent(loss, plain["final_held_out_loss"])]
-        rows.append(row)
-    assert table("What a model made for narrow links costs in loss") == rows

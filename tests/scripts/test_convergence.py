@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+ROOT = Path(__file__).resolve().parents[2]
 FILE = """
     name = "small"
     config = "config.toml"
@@ -46,11 +47,10 @@ class Bench:
         (folder / "config.toml").write_text(CONFIG.replace("FOLDER", str(folder)))
         (folder / "text.txt").write_text("It was a dark and stormy night. " * 100)
 
-    def run(self, text: str = FILE) -> Result:
+    def run(self, text: str = FILE, *options: str) -> Result:
         (self.folder / "cells.toml").write_text(text)
-        return CliRunner().invoke(
-            self.script.main, [str(self.folder / "cells.toml"), "--results", str(self.results)]
-        )
+        argv = [str(self.folder / "cells.toml"), "--results", str(self.results), *options]
+        return CliRunner().invoke(self.script.main, argv)
 
 
 @pytest.fixture
@@ -109,6 +109,23 @@ def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
     bench.run(FILE.replace("bf16", "int8"))
     assert bench.trained == ["none", "bf16", "int8"]
     assert len({json.loads(line)["key"] for line in bench.results.read_text().splitlines()}) == 3
+
+
+def test_kept_losses_are_shown_without_training(bench):
+    bench.losses["int8"] = 2.0
+    bench.run(FILE.replace("bf16", "int8"))
+    bench.trained.clear()
+    result = bench.run(FILE, "--kept")
+    assert bench.trained == []
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) == 3  # nothing of bf16
+
+
+@pytest.mark.parametrize("name", ["convergence_wires", "convergence_narrow"])
+def test_table_on_the_page_is_the_one_that_is_kept(script, name):
+    cells = ROOT / f"scripts/sweeps/{name}.toml"
+    result = CliRunner().invoke(script("convergence").main, ["--kept", str(cells)])
+    assert result.output in (ROOT / "docs/results.md").read_text()
 
 
 @pytest.mark.parametrize(
