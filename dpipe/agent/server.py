@@ -506,8 +506,9 @@ class ElasticServer:
         return messages.JobOffer(version=__version__, config=config, layer_costs=costs)
 
     def status(self, rows_from: int | None = None) -> dict[str, Any]:
-        now = time.monotonic()
         with self._lock:
+            # With the lock: what was heard before it was got has come before now.
+            now = time.monotonic()
             rendezvous = self._rendezvous
             rows: list[str] = []
             if rows_from is not None:
