@@ -122,6 +122,31 @@ def check_slices(
         raise ValueError(f"pipeline.sequence_slices {number} needs {needed}; or leave it out")
 
 
+def check_versions(
+    pipeline: PipelineConfig,
+    train: TrainConfig,
+    data_parallel: DataParallelConfig,
+    tensor_parallel: TensorParallelConfig,
+) -> None:
+    """What steps that overlap go with: each rank then has gradients of two steps."""
+    if pipeline.num_versions == 1:
+        return
+    replicas = data_parallel.active_kind
+    needed = None
+    if replicas.has_server or replicas.has_inner_steps or replicas.shards_optimizer:
+        needed = f'data_parallel.kind "all-reduce", not "{replicas.name}"'
+    elif data_parallel.delay:
+        needed = "data_parallel.delay = 0: its steps are a step late already"
+    elif tensor_parallel.size > 1:
+        needed = "tensor_parallel.size 1"
+    elif train.precision == "fp16":
+        needed = 'train.precision "bf16" or "fp32": the loss scale changes between steps'
+    if needed is not None:
+        raise ValueError(
+            f'pipeline.schedule "{pipeline.schedule}" needs {needed}; or take another schedule'
+        )
+
+
 def check_epochs(model: ModelConfig, train: TrainConfig) -> None:
     if train.epochs is None:
         return

@@ -40,7 +40,7 @@ class PipelineConfig(Section):
 
     schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
-    predict.network."""
+    predict.network. With "2bw" steps overlap, and gradients are one step late."""
 
     programs: tuple[str, ...] = ()
     """With "auto": the order itself, as `dpipe plan` found it: for each rank a text of actions such
@@ -199,6 +199,11 @@ class PipelineConfig(Section):
     @property
     def ranks(self) -> int:
         return self.stages // self.stages_per_rank
+
+    @property
+    def num_versions(self) -> int:
+        """Of the weights."""
+        return 1 if self.schedule == AUTO else GENERATORS[self.schedule].num_versions
 
     @property
     def wire_formats(self) -> HopFormats | None:

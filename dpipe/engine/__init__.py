@@ -7,6 +7,7 @@ ballot.py      what a rank says at the end of a step, and its schema
 best.py        the lowest held-out loss so far, and when to give up waiting for a lower one
 update.py      the vote of all ranks, and the optimizer step
 trainer.py     the loop over steps: data, executor, vote, step, metrics, evaluation, checkpoints
+versions.py    a stage with two versions of its weights, for steps that overlap
 replay_ring.py the tensor-parallel group of a replayed stage, over the run's links
 rehearsal.py   one step without messages before the first, which NCCL needs
 

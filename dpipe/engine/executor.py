@@ -84,21 +84,37 @@ class Executor:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._ahead = _Ahead()
 
-    def run(self, schedule: Schedule, batch: Batch) -> StepResult:
-        """Run this rank's program up to VOTE; one without backward evaluates.
+    def run(
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        next_batch: Batch | None = None,
+    ) -> StepResult:
+        """Run this rank's program up to VOTE; one without backward evaluates. A program that runs
+        ahead computes with the `next_batch` too, and what it has of that goes into the next one.
 
         Nothing that must last has changed then: after `clear()` the step can be run again, also one
         that raised. All that was sent has left, so that an error of this step shows in this step.
         Raises as `doing` does.
         """
-        run = _Run(self._parts, schedule, batch)
+        batches = [batch]
+        if next_batch is not None:
+            batches.append(next_batch)
+        begun = _Ahead()
+        # An evaluation leaves a step that has been begun as it is.
+        if schedule.trains:
+            begun = self._ahead
+        run = _Run(self._parts, schedule, batches, begun)
         program = schedule.programs[self._parts.pp_rank]
         for action in program:
             with self.doing(action, schedule):
                 self._parts.check()
                 run.do(action)
         run.finish()
+        if schedule.trains:
+            self._ahead = run.ahead()
         loss, accuracy = run.means()
         spans = self._parts.recorder.take()
         return StepResult(loss, spans, run.sent_bytes, accuracy)
@@ -128,31 +144,49 @@ class Executor:
 
     def clear(self) -> None:
         """Forget a step that was aborted: what the stages hold for backward, and the gradients."""
+        self._ahead = _Ahead()
         for stage in self._parts.stages.values():
             stage.clear()
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """What a program has of the next step, by the actions of that step."""
+
+    # Outputs by the action that made them; each is taken once, so that its memory goes with its
+    # use.
+    made: dict[Action, tuple[Tensors, Mark]] = field(default_factory=dict)
+    arriving: dict[Action, list[Receive]] = field(default_factory=dict)
+    measured: list[torch.Tensor] = field(default_factory=list)  # [loss], or [loss, accuracy]
 
 
 class _Run:
     """One run of a program: outputs that nobody has taken yet, and messages under way."""
 
-    def __init__(self, parts: Parts, schedule: Schedule, batch: Batch) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        schedule: Schedule,
+        batches: Sequence[Batch],
+        begun: _Ahead,
+    ) -> None:
         self.sent_bytes: Counter[int] = Counter()
         self._parts = parts
         self._schedule = schedule
-        self._batch = batch
+        self._batches = batches  # of this step and, where the program runs ahead, of the next
         self._codecs = parts.codecs
         if not schedule.trains:
             self._codecs = parts.codecs.without_memory()
-        # By the action that made them; each is taken once, so that its memory goes with its use.
-        self._made: dict[Action, tuple[Tensors, Mark]] = {}
-        self._arriving: dict[Action, list[Receive]] = {}
+        self._made = begun.made
+        self._arriving = begun.arriving
         # Kept until the end of the program: a `Pending` holds the buffers that are being sent.
         self._leaving: list[tuple[Action, Send]] = []
         # On a GPU the host runs ahead of what compute waits for.
         self._landing: list[tuple[Action, Receive]] = []
         # Stages whose replicas may exchange gradients once these messages have left.
         self._due: deque[tuple[int, list[Send]]] = deque()
-        self._measured: list[torch.Tensor] = []  # [loss], or [loss, accuracy]; by micro-batch
+        # By step, this one and the next, then by micro-batch.
+        self._measured: tuple[list[torch.Tensor], ...] = (begun.measured, [])
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
@@ -199,26 +233,43 @@ class _Run:
 
     def means(self) -> tuple[float | None, float | None]:
         """Loss and accuracy over the micro-batches; None for what was not measured here."""
-        if not self._measured:
+        measured = self._measured[0]
+        if not measured:
             return None, None
         # Together: on a GPU the host waits once.
-        columns: list[list[float]] = torch.stack(self._measured, dim=1).tolist()
+        columns: list[list[float]] = torch.stack(measured, dim=1).tolist()
         means: list[float | None] = [sum(column) / len(column) for column in columns]
         loss, accuracy = [*means, None][:2]
         return loss, accuracy
+
+    def ahead(self) -> _Ahead:
+        """What is left is of the next step."""
+        ahead = _Ahead()
+        in_its_step = self._schedule.in_its_step
+        for action, made in self._made.items():
+            own, _ = in_its_step(action)
+            ahead.made[own] = made
+        for action, receives in self._arriving.items():
+            own, _ = in_its_step(action)
+            ahead.arriving[own] = receives
+        ahead.measured.extend(self._measured[1])
+        return ahead
 
     def _forward(self, action: Action, stage: ComputingStage) -> None:
         m = action.microbatch
         assert m is not None
         last = self._schedule.is_last(action.stage)
+        own, ahead = self._schedule.in_its_step(action)
+        assert own.microbatch is not None
+        batch = self._batches[ahead]
         if action.stage == 0:
-            inputs = self._inputs(m)
+            inputs = self._inputs(batch, own.microbatch)
         else:
             source = self._schedule.requires(action)[0]
             inputs = self._take(source)
         targets = None
-        if last and self._batch.targets:
-            targets = self._targets(m)
+        if last and batch.targets:
+            targets = self._targets(batch, own.microbatch)
         # Forward is the first to read the parameters, which may still be on their way.
         self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
@@ -227,22 +278,22 @@ class _Run:
             else:
                 outputs = stage.evaluate(inputs, targets)
         if last:
-            self._measured.append(torch.stack(outputs))
+            self._measured[ahead].append(torch.stack(outputs))
         else:
             self._made[action] = outputs, self._parts.streams.mark()
 
-    def _inputs(self, piece: int) -> Tensors:
+    def _inputs(self, batch: Batch, piece: int) -> Tensors:
         """Of the model's first layer."""
         num_slices = self._schedule.num_slices
         microbatch = piece // num_slices
-        whole = self._batch.inputs[microbatch]
+        whole = batch.inputs[microbatch]
         return tuple(self._slice(tensor, piece) for tensor in whole)
 
-    def _targets(self, piece: int) -> torch.Tensor:
+    def _targets(self, batch: Batch, piece: int) -> torch.Tensor:
         # The loss of a slice is of the words behind its own tokens.
         num_slices = self._schedule.num_slices
         microbatch = piece // num_slices
-        whole = self._batch.targets[microbatch]
+        whole = batch.targets[microbatch]
         return self._slice(whole, piece)
 
     def _slice(self, tensor: torch.Tensor, piece: int) -> torch.Tensor:
@@ -344,7 +395,7 @@ class _Run:
 
     def _send(self, action: Action, wire: torch.Tensor) -> None:
         to = self._parts.global_rank(peer(self._schedule, action))
-        pending = self._parts.transport.send(wire, to, str(action))
+        pending = self._parts.transport.send(wire, to, self._tag(action))
         self._leaving.append((action, pending))
         self.sent_bytes[to] += wire.nbytes
 
@@ -360,9 +411,14 @@ class _Run:
             ]
         source = self._parts.global_rank(peer(self._schedule, action))
         # The send's own name: both ends check it, so that a message of another action is found out.
-        tag = str(counterpart(action, self._schedule.num_stages))
+        tag = self._tag(counterpart(action, self._schedule.num_stages))
         recv = self._parts.transport.recv
         self._arriving[action] = [recv(spec, source, tag) for spec in specs]
+
+    def _tag(self, send: Action) -> str:
+        """As its own step numbers it: the two ends may be at different steps."""
+        own, _ = self._schedule.in_its_step(send)
+        return str(own)
 
     def _add_tied(self, stage: int) -> None:
         """Add the gradients that both ends of the model have for the shared weight. Two terms: no

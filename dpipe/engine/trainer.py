@@ -11,7 +11,7 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.limits import UPLOADS
+from dpipe.data.batch import Batch
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.ballot import SCORES, RankReport
@@ -33,13 +34,14 @@ from dpipe.report.timers import Timers
 from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.two_versions import closing, opening
 from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
 from dpipe.store.checkpoint_part import PART
 from dpipe.store.identity import RunIdentity
 from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
-from dpipe.timeline.span import Lane
+from dpipe.timeline.span import Lane, Span
 
 LOG = logging.getLogger("dpipe")
 
@@ -87,6 +89,9 @@ class Trainer:
         self.next_step = first_step
         self.updating = False  # whether some of the state is before `next_step`, and some after it
         self._evaluates_first = evaluates_first
+        self._ahead = False  # whether some of `next_step` has been done by the program before
+        self._ends = False  # whether the run stops after the step that is under way
+        self._batches: dict[int, Batch] = {}
         self._traces: deque[StepSpans] = deque(maxlen=job.run.trace_steps)
         self._timers = Timers()
         # How long each step took whose verdict is not known yet.
@@ -106,7 +111,9 @@ class Trainer:
         self._began = time.perf_counter()
         while self.next_step < job.train.steps and not stopped:
             verdict = self._one_step(self.next_step)
-            stopped = verdict is not None and verdict.stop
+            self._ends |= verdict is not None and verdict.stop
+            # A step that has been begun is ended first.
+            stopped = self._ends and not self._ahead
             job.after_step(self.next_step, verdict)
             ended = self.next_step == job.train.steps
             saves = ended or self._is_due(job.run.checkpoint_every)
@@ -169,12 +176,7 @@ class Trainer:
         job = self.job
         cpu_began = cpu_now()
         vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
-        for stage in job.stages.values():
-            stage.begin_step(step, job.update.loss_scale.value)
-        job.update.begin(step)
-        with job.recorder.part("batch-generator"), job.recorder.span(Lane.BETWEEN, vote):
-            batch = job.feed.training(step)
-        result = job.executor.run(job.schedule, batch)
+        result = self._compute(step)
         verdict = self._vote_and_step(step, result)
         # Again: the optimizer step may have exchanged parameters since the vote's report.
         self._record_exchange()
@@ -193,6 +195,58 @@ class Trainer:
         cpu = cpu_now().since(cpu_began)
         self._traces.append(StepSpans(step, spans, cpu))
         return verdict
+
+    def _compute(self, step: int) -> StepResult:
+        """All of `step` up to its vote. Where steps overlap, also some of the next one, unless the
+        pipeline has to be empty behind this one.
+        """
+        job = self.job
+        schedule = job.schedule
+        overlaps = schedule.runs_ahead
+        opened: tuple[Span, ...] = ()
+        batch = self._batch(step)
+        if overlaps and not self._ahead:
+            # In the place of the step before, which did nothing of this one.
+            self._begin_step(step - 1)
+            begun = job.executor.run(opening(schedule), batch, batch)
+            opened = begun.spans
+        self._begin_step(step)
+        job.update.begin(step)
+        self._ahead = overlaps and not self._pauses_after(step)
+        next_batch = None
+        if self._ahead:
+            next_batch = self._batch(step + 1)
+        else:
+            # Nothing of a next step: all that is under way belongs to this one.
+            schedule = closing(schedule)
+        result = job.executor.run(schedule, batch, next_batch)
+        spans = opened + result.spans
+        return replace(result, spans=spans)
+
+    def _begin_step(self, step: int) -> None:
+        scale = self.job.update.loss_scale.value
+        for stage in self.job.stages.values():
+            stage.begin_step(step, scale)
+
+    def _batch(self, step: int) -> Batch:
+        job = self.job
+        if step not in self._batches:
+            vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
+            with job.recorder.part("batch-generator"), job.recorder.span(Lane.BETWEEN, vote):
+                self._batches[step] = job.feed.training(step)
+        # Of the step before nobody asks again.
+        self._batches.pop(step - 1, None)
+        return self._batches[step]
+
+    def _pauses_after(self, step: int) -> bool:
+        """Whether something happens behind `step` for which the pipeline has to be empty."""
+        job = self.job
+        following = step + 1
+        if self._ends or following == job.train.steps:
+            return True
+        saves = _is_multiple(following, job.run.checkpoint_every)
+        evaluates = _is_multiple(following, job.train.eval_every)
+        return saves or evaluates
 
     def _vote_and_step(self, step: int, result: StepResult) -> Verdict | None:
         """The end of the program; returns the newest verdict that is known."""
@@ -336,7 +390,7 @@ class Trainer:
         return row
 
     def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.next_step % every == 0
+        return _is_multiple(self.next_step, every)
 
     def _evaluate(self) -> float | None:
         """Log the held-out loss before `next_step` on every rank, and return it; None without
@@ -401,6 +455,12 @@ class Trainer:
             best=job.update.best.step if job.run.keep_best else None,
         )
         LOG.info("checkpoint before step %d in %s", step, job.checkpoint_url)
+
+
+def _is_multiple(step: int, every: int | None) -> bool:
+    if every is None:
+        return False
+    return step % every == 0
 
 
 def _mean(values: Sequence[float]) -> float:

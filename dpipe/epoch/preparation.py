@@ -37,11 +37,6 @@ def check_elastic(config: Config) -> None:
             "an elastic run is cut before anything is measured: set pipeline.split to "
             '"estimated", or to that of a plan'
         )
-    if config.pipeline.plan == "auto":
-        raise ConfigError(
-            "an elastic run has the cut that its job says, whichever machines join: leave "
-            'pipeline.plan = "auto" out, or take what `dpipe plan` says'
-        )
     if config.train.patience is not None:
         raise ConfigError(
             "train.patience ends a run early, and a run whose machines come and go ends at "
@@ -51,6 +46,11 @@ def check_elastic(config: Config) -> None:
         raise ConfigError(
             "an elastic run repeats steps, and a wire format of ranks or with +feedback does "
             "not send the same twice: set pipeline.wire to another one"
+        )
+    if config.pipeline.num_versions > 1:
+        raise ConfigError(
+            "an elastic run drops the step that is under way, and where steps overlap there are "
+            f'two: set pipeline.schedule to another one than "{config.pipeline.schedule}"'
         )
     kind = config.data_parallel.active_kind
     if config.tensor_parallel.size > 1 or kind.shards_optimizer or kind.has_server:

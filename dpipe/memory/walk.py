@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.two_versions import opening
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,11 @@ def peak_memory(
         )
     worst = []
     for rank, program in enumerate(schedule.programs):
+        begun: tuple[Action, ...] = ()
+        if schedule.runs_ahead:
+            begun = opening(schedule).programs[rank]
         walk = _Walk(schedule, stages, rank, keeps_gradients)
-        worst.append(walk.worst(program))
+        worst.append(walk.worst((*begun, *program)))
     return tuple(worst)
 
 
@@ -120,11 +124,12 @@ class _Walk:
         self._keeps_gradients = keeps_gradients
         # Layers whose gradients are not with their masters yet: stage, index in it, layer.
         self._rounded: list[tuple[int, int, LayerMemory]] = []
-        # Layers that have gradients: stage, index in it.
-        self._made: set[tuple[int, int]] = set()
+        # Layers that have gradients: stage, index in it, of this step (0) or the next (1).
+        self._made: set[tuple[int, int, int]] = set()
+        self._ahead = 0
         parameters = ("parameter_bytes", "frozen_bytes", "rounded_bytes")
         self._now = RankMemory(
-            parameters=sum(_total(own, kind) for kind in parameters),
+            parameters=schedule.num_versions * sum(_total(own, kind) for kind in parameters),
             gradients=_total(own, "gradient_bytes") if keeps_gradients else 0,
             optimizer=_total(own, "optimizer_bytes"),
             activations=sum(shared),
@@ -146,6 +151,7 @@ class _Walk:
         return self._worst
 
     def _do(self, action: Action) -> None:
+        _, self._ahead = self._schedule.in_its_step(action)
         layers = self._stages[action.stage]
         self._begin_slice(action, layers)
         self._compute(action, layers)
@@ -218,10 +224,8 @@ class _Walk:
             self._see(layer.input_bytes)
             self._hold(layer.deferred_bytes - layer.held_bytes)
             return
-        first = (
-            action.stage,
-            place,
-        ) not in self._made and not self._keeps_gradients
+        made = action.stage, place, self._ahead
+        first = made not in self._made and not self._keeps_gradients
         working = layer.backward_bytes
         if first:
             working += layer.first_bytes
@@ -261,9 +265,10 @@ class _Walk:
         """Allocate them where this is the first micro-batch of a step to give it any; whether it
         was.
         """
-        if self._keeps_gradients or (stage, place) in self._made:
+        made = stage, place, self._ahead
+        if self._keeps_gradients or made in self._made:
             return False
-        self._made.add((stage, place))
+        self._made.add(made)
         gradients = self._now.gradients + layer.gradient_bytes
         self._now = replace(self._now, gradients=gradients)
         return True

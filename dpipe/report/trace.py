@@ -155,6 +155,7 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
     table = {
         "num_microbatches": schedule.num_microbatches,
         "num_slices": schedule.num_slices,
+        "num_versions": schedule.num_versions,
         "rank_of_stage": schedule.rank_of_stage,
         "programs": [[str(action) for action in program] for program in schedule.programs],
         "name": schedule.name,

@@ -72,6 +72,7 @@ class PlanTable(BaseModel):
     seats: Annotated[tuple[Text, ...], Field(max_length=MAX_RANKS)] = ()
     frozen: Annotated[int, Field(ge=0, le=2**31)] = 0
     num_slices: Annotated[int, Field(ge=1, le=1 << 24)] = 1
+    num_versions: Annotated[int, Field(ge=1, le=2)] = 1
 
     @property
     def num_pieces(self) -> int:
@@ -135,6 +136,7 @@ class PlanTable(BaseModel):
             tied=self.tied,
             frozen=self.frozen,
             num_slices=self.num_slices,
+            num_versions=self.num_versions,
         )
         _check_places(schedule)
         return schedule
@@ -157,7 +159,9 @@ def _belongs(schedule: Schedule, action: Action, rank: int) -> bool:
         return False
     if action.op in PER_RANK:
         return action == schedule.of_rank(rank, action.op)
-    return action.microbatch is None or action.microbatch < schedule.num_pieces
+    own, _ = schedule.in_its_step(action)
+    is_later = own != action and not schedule.runs_ahead
+    return own.microbatch is None or (own.microbatch < schedule.num_pieces and not is_later)
 
 
 class SpanRow(NamedTuple):

@@ -29,6 +29,7 @@ from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.replay_ring import Ring, ring_peers
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
+from dpipe.engine.versions import in_versions
 from dpipe.errors import RunAborted, TransferError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import refuse_more_than_machine
@@ -424,17 +425,17 @@ def _make_stages(run_plan: RunPlan, resources: RankResources) -> dict[int, Pipel
     num_bytes = run_plan.config.replay.exchange_bytes
     # For any rank, because it opens nothing: only a replayed stage calls it.
     ring = Ring(resources.transport, here, num_bytes, recorder.exchanging)
-    return {
-        index: make_stage(
-            run_plan,
-            index,
-            replica=here.dp_rank,
-            group=resources.group,
-            exchange=ring,
-            timed=recorder.part,
-        )
-        for index in stages_at(run_plan.forecast.schedule, here.pp_rank)
-    }
+    make = partial(
+        make_stage,
+        run_plan,
+        replica=here.dp_rank,
+        group=resources.group,
+        exchange=ring,
+        timed=recorder.part,
+    )
+    schedule = run_plan.forecast.schedule
+    stages = stages_at(schedule, here.pp_rank)
+    return {index: in_versions(partial(make, index), schedule) for index in stages}
 
 
 def _make_update(

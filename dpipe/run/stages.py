@@ -32,6 +32,7 @@ def make_stage(
     """Stage `index` of the run plan. `exchange` is what a replayed stage calls in place of the
     collectives of a `group`.
     """
+
     if run_plan.model is None:
         return _replay_stage(run_plan, index, exchange)
     return _model_stage(run_plan, run_plan.model, index, replica, group, timed)

@@ -3,6 +3,7 @@
 action.py    Op, Action and their text form "2F0"
 schedule.py  Schedule: every rank's program; requires(), the one statement of dependence
 generate.py  the table of generators: integers in, a schedule of computations out
+two_versions.py  schedules whose steps overlap: their programs, how they begin and end
 split.py     the rule by which a program with a split backward pass is made
 lower.py     adds messages between stages and the end of the step: agreement, vote, optimizer
 links.py     the two ends of a message, the order of messages on each directed link

@@ -13,6 +13,7 @@ from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
 from dpipe.schedule.links import compute_needs, counterpart, receives_by_link, sends_by_link
 from dpipe.schedule.schedule import Schedule, backward_piece
 from dpipe.schedule.text import draw
+from dpipe.schedule.two_versions import opening, unrolled
 
 _MAKES = {
     Op.F: ("output",),
@@ -27,12 +28,18 @@ _HOLDS = {
     Op.W: -1,
 }
 
+_UNROLLED_STEPS = 3  # the first, one between two others, the last
+
 
 def check(schedule: Schedule) -> None:
     """Raise `ScheduleError`, with the grid and the culprit marked, for a schedule that cannot run.
 
-    Of a compute-only schedule it checks what applies: all but the links.
+    Of a compute-only schedule it checks what applies: all but the links. One that runs ahead is
+    checked as several steps in a row.
     """
+    if schedule.runs_ahead:
+        _check_ahead(schedule)
+        schedule = unrolled(schedule, _UNROLLED_STEPS)
     # In this order: the checks of links and progress look actions up, and rely on all being there.
     _check_complete(schedule)
     _check_microbatch_order(schedule)
@@ -42,16 +49,40 @@ def check(schedule: Schedule) -> None:
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The most activations (stage x micro-batch) that each rank holds at once, from F to B or W."""
-    return tuple(_peak(program) for program in schedule.programs)
+    begun = [0] * schedule.num_ranks
+    if schedule.runs_ahead:
+        for action, (rank, _) in opening(schedule).index.items():
+            begun[rank] += _HOLDS.get(action.op, 0)
+    return tuple(map(_peak, schedule.programs, begun))
 
 
-def _peak(program: Iterable[Action]) -> int:
-    held = 0
-    peak = 0
+def _peak(program: Iterable[Action], held: int) -> int:
+    peak = held
     for action in program:
         held += _HOLDS.get(action.op, 0)
         peak = max(peak, held)
     return peak
+
+
+def _check_ahead(schedule: Schedule) -> None:
+    """No rank waits for what another does behind the vote that ends the step: for ever, if all wait
+    for that vote. Nothing is of a later step than the next.
+    """
+    for rank, program in enumerate(schedule.programs):
+        for action in program:
+            if (action.microbatch or 0) >= 2 * schedule.num_pieces:
+                message = f"{action} on rank {rank} is of a later step than the next"
+                raise _error(schedule, message, action)
+            if action.op in RECVS:
+                continue  # only posted
+            for need in compute_needs(schedule, action):
+                _, ahead = schedule.in_its_step(need)
+                if ahead and need not in schedule.index:
+                    message = (
+                        f"{action} on rank {rank} waits for {need}, which belongs to the program "
+                        "behind the next vote"
+                    )
+                    raise _error(schedule, message, action)
 
 
 def _check_complete(schedule: Schedule) -> None:

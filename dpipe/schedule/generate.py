@@ -8,7 +8,7 @@ dependence, not time. `tests/schedule/test_schedule_generate.py` draws them agai
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from dpipe.choices import Choices
@@ -17,6 +17,7 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule, backward_piece
 from dpipe.schedule.size import too_large
 from dpipe.schedule.split import SplitProgram
+from dpipe.schedule.two_versions import steady_programs
 
 Program = tuple[Action, ...]
 
@@ -35,6 +36,8 @@ class Generator:
     takes: frozenset[str] = frozenset()
     splits_backward: bool = False  # into input gradients (I) and weight gradients (W)
     needs_several_stages: bool = False  # a rank: with one a simpler schedule does the same
+    # of the weights: with 2 a step computes with those from before the step ahead of it
+    num_versions: int = 1
     only_stages_per_rank: int | None = None  # where it can be no other number
 
     @property
@@ -513,6 +516,20 @@ def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(stage % num_ranks for stage in range(num_stages))
 
 
+def two_versions(
+    num_stages: int,
+    num_microbatches: int,
+    in_flight: int | None = None,
+) -> Schedule:
+    """1F1B without a pause between steps: each computes with the weights from before the step ahead
+    of it (PipeDream-2BW, Narayanan et al. 2021). `in_flight` is that of `one_f_one_b`.
+    """
+    depths = _depths(num_stages, num_microbatches, in_flight)
+    programs = steady_programs(depths, num_microbatches)
+    made = _schedule("2bw", num_microbatches, num_stages, programs)
+    return replace(made, num_versions=2)
+
+
 def _ranks(num_stages: int, stages_per_rank: int) -> int:
     _at_least_one("num_stages", num_stages)
     _at_least_one("stages_per_rank", stages_per_rank)
@@ -563,6 +580,7 @@ ZB_V = Generator(
     needs_several_stages=True,
     only_stages_per_rank=2,
 )
+TWO_BW = Generator("2bw", two_versions, takes=frozenset({"in_flight"}), num_versions=2)
 
 GENERATORS: Choices[Generator] = Choices(
     "pipeline.schedule",
@@ -571,5 +589,6 @@ GENERATORS: Choices[Generator] = Choices(
     INTERLEAVED,
     ZERO_BUBBLE,
     ZB_V,
+    TWO_BW,
 )
 AUTO = "auto"  # no generator: a search among what they make, by simulation

@@ -23,6 +23,7 @@ from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
 from dpipe.schedule.links import counterpart, sends_by_link
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.two_versions import with_receives
 
 Program = tuple[Action, ...]
 _Sends = Sequence[Action]  # of one link, in their order
@@ -50,6 +51,12 @@ def lower(
         )
     if recv_ahead < 0:
         raise ScheduleError(f"recv_ahead must not be negative, got {recv_ahead}")
+    if tied and schedule.runs_ahead:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has steps that overlap, and a weight that first and last "
+            "stage share would be of two steps at once: set model.tie_embeddings = false, or take "
+            "another schedule"
+        )
     lowered = replace(
         schedule,
         lowered=True,
@@ -64,7 +71,10 @@ def lower(
             lowered = _with_agreement(lowered)
         if step:
             lowered = _with_step(lowered)
-    return _with_receives(_with_sends(lowered), recv_ahead)
+    lowered = _with_sends(lowered)
+    if lowered.runs_ahead:
+        return with_receives(lowered, recv_ahead)
+    return _with_receives(lowered, recv_ahead)
 
 
 def _with_tied_sends(schedule: Schedule) -> Schedule:
@@ -226,6 +236,9 @@ def _with_posts(program: Program, posts: Mapping[int, list[Action]]) -> Program:
 
 def _last_gradient(schedule: Schedule, stage: int) -> Action:
     gradients = schedule.final_gradients(stage)
+    if schedule.runs_ahead:
+        # The others may be of the program before.
+        return gradients[-1]
     return max(gradients, key=schedule.index.__getitem__)
 
 

@@ -37,6 +37,9 @@ class Schedule:
     With `num_slices` the sequences of a micro-batch are cut into as many slices, which follow each
     other through the stages (Sun et al. 2024, Seq1F1B). An action's number is then that of a slice:
     slice s of micro-batch m is m * num_slices + s.
+
+    With `num_versions` = 2 the weights have two versions, so that steps overlap: see
+    `two_versions.py`. A number of `num_pieces` or more is the next step's.
     """
 
     num_microbatches: int
@@ -47,6 +50,7 @@ class Schedule:
     tied: bool = False
     frozen: int = 0
     num_slices: int = 1
+    num_versions: int = 1
 
     @cached_property
     def index(self) -> dict[Action, tuple[int, int]]:
@@ -67,6 +71,19 @@ class Schedule:
         return len(self.rank_of_stage)
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether programs have actions of the next step."""
+        return self.num_versions > 1
+
+    def in_its_step(self, action: Action) -> tuple[Action, int]:
+        """`action` as its own step numbers it, and how many steps ahead of the program that is."""
+        number = action.microbatch
+        if number is None or number < self.num_pieces:
+            return action, 0
+        own = Action(action.stage, action.op, number - self.num_pieces)
+        return own, 1
+
+    @property
     def num_ranks(self) -> int:
         return len(self.programs)
 
@@ -81,6 +98,9 @@ class Schedule:
     @cached_property
     def trains(self) -> bool:
         """Whether there is a backward pass; a schedule without one is for evaluation."""
+        # What opens a step may be forwards alone.
+        if self.runs_ahead:
+            return True
         ops = {action.op for action in self.index}
         return not ops.isdisjoint(BACKWARD)
 
@@ -160,6 +180,10 @@ class Schedule:
         Messages are named whether or not `lower()` has put them in yet; COMPLETE, AGREE and VOTE
         where they are in, else what they would wait for.
         """
+        own, ahead = self.in_its_step(action)
+        if ahead:
+            needs = self.requires(own)
+            return tuple(self._later(need) for need in needs)
         if action.op in COMPUTE:
             return self._needs_of_compute(action)
         if action.op in SENDS:
@@ -167,6 +191,11 @@ class Schedule:
         if action.op in RECVS:
             return (self._send_of(action),)
         return self._needs_of_end(action)
+
+    def _later(self, action: Action) -> Action:
+        """The same of the next step."""
+        assert action.microbatch is not None
+        return action._replace(microbatch=action.microbatch + self.num_pieces)
 
     def final_gradients(self, stage: int) -> Needs:
         """The actions after which the weight gradients of `stage` are complete: B or W of every

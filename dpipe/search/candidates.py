@@ -90,7 +90,12 @@ def generated(
 
 
 def _usable(stages_per_rank: int) -> list[Generator]:
-    return [each for each in GENERATORS.values() if each.deals_out(stages_per_rank)]
+    """Of those that leave the result as it is."""
+    usable = []
+    for generator in GENERATORS.values():
+        if generator.num_versions == 1 and generator.deals_out(stages_per_rank):
+            usable.append(generator)
+    return usable
 
 
 def _maker(

@@ -186,7 +186,7 @@ class Steady(Simulation):
     @property
     def _carries_more(self) -> bool:
         """Whether more lasts from step to step than when each rank begins."""
-        if self.machines.cores:
+        if self.machines.cores or self.scenario.schedule.runs_ahead:
             return True
         replicas = self.scenario.replicas
         if replicas is not None and replicas.servers:

@@ -39,9 +39,10 @@ from functools import cached_property, partial
 from operator import lt
 from typing import assert_never
 
-from dpipe.schedule.action import RECVS, Action, Op
+from dpipe.schedule.action import RECVS, SENDS, Action, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
+from dpipe.schedule.two_versions import opening
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import StageExchanges
 from dpipe.timeline.machine import Call, Clock, Cores, Machines
@@ -50,6 +51,7 @@ from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
 
 _StepOfReplica = tuple[int, int]
+_OfStep = tuple[int, Action]
 _Piece = tuple[float, int]  # of a computation: microseconds of a core, and on how many
 
 
@@ -82,12 +84,29 @@ class Simulation:
         self.position = [0] * num_ranks
         # When the rank ran out of work; None while it computes.
         self.idle_since: list[float | None] = [None] * num_ranks
-        # What the rank's next action still lacks.
-        self.awaited: list[set[Action]] = [set() for _ in self.programs]
+        # What the rank's next action still lacks, and of which step.
+        self.awaited: list[set[_OfStep]] = [set() for _ in self.programs]
         # By rank, the STEPs after which parameters are still exchanged.
         self.unsettled: list[set[Action]] = [set() for _ in self.programs]
+        self._begin_ahead()
         self.exchanges = self._stage_exchanges()
         self.votes: dict[int, Votes] = {}  # by step
+
+    def _begin_ahead(self) -> None:
+        """What a schedule that runs ahead has done before its first step is done at once, and its
+        messages have arrived.
+        """
+        if not self.schedule.runs_ahead:
+            return
+        done = set()
+        for action in opening(self.schedule).index:
+            own, _ = self.schedule.in_its_step(action)
+            done.add(own)
+            if own.op in SENDS:
+                arrived = counterpart(own, self.schedule.num_stages)
+                done.add(arrived)
+        for replica in range(self._num_simulated):
+            self.done[0, replica] |= done
 
     @property
     def clock(self) -> Clock:
@@ -254,20 +273,19 @@ class Simulation:
         step: int,
     ) -> None:
         replica = rank // self.schedule.num_ranks
-        self.done[step, replica].add(action)
-        # A message may leave when its rank is at the next step, which waits for none of it.
-        if step == self.machines.step[rank]:
-            self._arrived(rank, action)
+        own, ahead = self.schedule.in_its_step(action)
+        self.done[step + ahead, replica].add(own)
+        self._arrived(rank, own, step + ahead)
 
     def _complete_now(self, rank: int, action: Action) -> None:
         """Complete an action of the step that `rank` is at."""
         step = self.machines.step[rank]
         self.complete(rank, action, step)
 
-    def _arrived(self, rank: int, action: Action) -> None:
+    def _arrived(self, rank: int, action: Action, step: int) -> None:
         """What an idle rank may have waited for."""
         awaited = self.awaited[rank]
-        awaited.discard(action)
+        awaited.discard((step, action))
         idle = self.idle_since[rank] is not None
         if idle and not awaited:
             self.advance(rank)
@@ -290,20 +308,24 @@ class Simulation:
             self.position[rank] = position + 1
             self.start(rank, action)
 
-    def _lacking(self, rank: int, action: Action) -> set[Action]:
-        step = self.machines.step[rank]
+    def _lacking(self, rank: int, action: Action) -> set[_OfStep]:
+        own, ahead = self.schedule.in_its_step(action)
+        step = self.machines.step[rank] + ahead
         replica = rank // self.schedule.num_ranks
         done = self.done[step, replica]
-        requires = self.schedule.requires(action)
-        lacking = {need for need in requires if need not in done}
+        requires = self.schedule.requires(own)
+        lacking = set()
+        for need in requires:
+            if need not in done:
+                lacking.add((step, need))
         unsettled = self.unsettled[rank]
         if action.op is Op.F and unsettled:
             # The STEP of the step before, whose parameters this forward computes with.
             update = Action(action.stage, Op.STEP)
-            lacking |= unsettled & {update}
+            if update in unsettled:
+                lacking.add((step, update))
         if action.op is Op.VOTE:
-            sending = self.machines.sending[rank]
-            lacking |= {sent for _, sent in sending}
+            lacking |= self.machines.sending[rank]
         return lacking
 
     def start(self, rank: int, action: Action) -> None:
@@ -408,14 +430,15 @@ class Simulation:
         receiver = schedule.rank_of_stage[receive.stage]
         target = first_of_replica + receiver
         step = self.machines.step[rank]
-        message = (step, action)
+        own, ahead = schedule.in_its_step(action)
+        message = (step + ahead, own)
         sending = self.machines.sending[rank]
         sending.add(message)
 
         def left(start_us: float) -> None:
             sending.remove(message)
             if self.exchanges is not None:
-                self.exchanges.sent(rank, step, action)
+                self.exchanges.sent(rank, *message)
             self.finish(rank, Lane.SEND, action, start_us, step)
 
         arrived = partial(self.finish, target, Lane.RECV, receive, step=step)
@@ -429,10 +452,10 @@ class Simulation:
 
     def _settled(self, rank: int, stage: int) -> None:
         """The parameters of the step before are there."""
-        step = Action(stage, Op.STEP)
-        self.unsettled[rank].discard(step)
-        if step in self.awaited[rank]:
-            self._arrived(rank, step)
+        update = Action(stage, Op.STEP)
+        self.unsettled[rank].discard(update)
+        step = self.machines.step[rank]
+        self._arrived(rank, update, step)
 
     def _vote(self, rank: int, action: Action) -> None:
         step = self.machines.step[rank]

@@ -36,7 +36,7 @@ def test_toy_schedule_is_unknown_until_it_is_in_the_table() -> None:
 @pytest.mark.usefixtures("toy")
 def test_toy_schedule_is_generated_by_name_without_parameters() -> None:
     assert schedule_names() == (
-        *("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"),
+        *("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "2bw"),
         "in-pairs",
         "auto",
     )

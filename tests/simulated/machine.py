@@ -54,8 +54,7 @@ class Machine:
     def tick(self) -> None:
         self.attendance.tick(self.cluster.clock.now)
         if not self.attendance.is_out:
-            # As rarely as `Attendance` allows, and as a machine's clock does at the least.
-            self.after(min(self.cluster.silence_s / 6, 1.0), self.tick)
+            self.after(self.cluster.silence_s / 6, self.tick)
 
     def die(self) -> None:
         self.is_alive = False

@@ -167,3 +167,11 @@ def test_replicas_that_vote_are_mirrored_only_over_like_links() -> None:
         return steady.mirrored
 
     assert (mirrored(Network()), mirrored(uneven)) == (True, False)
+
+
+def test_steps_that_overlap_leave_no_bubble() -> None:
+    """Four micro-batches of 10 + 20 us, whatever the three ranks wait for at the start."""
+    cost = Cost.uniform(3, 10.0, 20.0, 0)
+    overlapping = simulate(generate("2bw", 3, 4, in_flight=4), cost, network(0))
+    assert overlapping.step_us == pytest.approx(4 * 30)
+    assert simulate(generate("1f1b", 3, 4), cost, network(0)).step_us > 4 * 30
