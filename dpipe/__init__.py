@@ -29,6 +29,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   passes         a layer's passes in slices, split, or run again
                   transport      moving a tensor to another rank
                   session        the bytes that carry it, over connections that break
+                  relay          links of ranks that cannot dial each other
                   trackers       W&B, MLflow, OpenTelemetry
                   optimizers     how parameters step by their gradients
                   dataparallel   how replicas agree

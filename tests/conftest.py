@@ -93,7 +93,7 @@ def possible() -> None:
     if os.environ.get("DPIPE_NO_LAB") == "1":
         pytest.skip("DPIPE_NO_LAB=1: labs are not tested")
     missing = ["root"] if os.geteuid() else []
-    programs = ("ip", "tc", "ping", "linux.uml", "insmod", "ethtool", "sysctl", "sshd")
+    programs = ("ip", "tc", "ping", "linux.uml", "insmod", "ethtool", "sysctl", "sshd", "nft")
     missing += [program for program in programs if not shutil.which(program)]
     missing += [] if list(MODULES.glob("*/kernel/net/sched/sch_netem.ko")) else [str(MODULES)]
     if missing:

@@ -32,6 +32,7 @@ SPECIALISTS = {
     "paramserver",
     "paramworker",
     "elastic",
+    "relay",
     "trackers",
 }
 BELOW_CONFIG = GROUND | ALPHABETS
@@ -62,8 +63,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
     "stage": BELOW_CONFIG | {"passes"},
     "session": {"errors", "wire"},
+    "relay": {"errors", "session", "wire"},
     "trackers": {"choices", "errors", "timeline"},
-    "coordinator": BELOW_CONFIG | {"session"},
+    "coordinator": BELOW_CONFIG | {"relay", "session"},
     "transport": BELOW_CONFIG | {"session"},
     "dataparallel": BELOW_CONFIG | {"optimizers"},
     "paramserver": BELOW_CONFIG | {"dataparallel", "optimizers"},  # it steps as a rank would
@@ -99,6 +101,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "grpc": (
         "wire/rpc.py",  # opens every server and channel of the rooms below, with token and TLS
         "session/grpc_stream.py",
+        "relay/server.py",
+        "relay/ends.py",
         "transport/grpc.py",
         "paramserver/server.py",
         "paramworker/client.py",

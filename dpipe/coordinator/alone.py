@@ -1,6 +1,6 @@
 """`Alone`: the coordinator of a run of one rank, without server, threads and waits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from dpipe.coordinator.base import Coordination, Gathered
 from dpipe.errors import RunAborted
@@ -20,6 +20,7 @@ class Alone(Coordination):
     ) -> None:
         self.addresses: dict[int, str | None] = {0: advertised}
         self.link_secrets: dict[int, bytes] = {}
+        self.relayed: tuple[tuple[int, int], ...] = ()
         self._on_upload = on_upload
         self._over: RunAborted | None = None
         self._callbacks: list[Callable[[RunAborted], None]] = []
@@ -32,6 +33,9 @@ class Alone(Coordination):
         else:
             gathered.parts.set_result((payload,))
         return gathered
+
+    def routes(self, here: str, peers: Collection[int], timeout_s: float) -> dict[int, str | None]:
+        return {}  # there is nobody to dial
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
         self.give_up(RunAborted(f"rank 0 failed: {reason}"))

@@ -1,7 +1,7 @@
 """What a run asks of its coordinator: the contract of `client.Coordinator` and `alone.Alone`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class Coordination(Protocol):
     addresses: dict[int, str | None]
     # By rank: what this rank and that one know, besides the coordinator, and no other rank.
     link_secrets: dict[int, bytes]
+    relayed: tuple[tuple[int, int], ...]  # links that the coordinator's machine passes on, of all
 
     @property
     def clock_offset_ns(self) -> int:
@@ -72,6 +73,13 @@ class Coordination(Protocol):
         """
         payloads = self.gather(key, json.dumps(value).encode()).wait(timeout_s)
         return [schema.parse(payload, repr(key), rank) for rank, payload in enumerate(payloads)]
+
+    def routes(self, here: str, peers: Collection[int], timeout_s: float) -> dict[int, str | None]:
+        """Where this rank, which listens at `here`, dials each of `peers`; None for one that dials
+        it. Either may be through the relay of the coordinator's machine. Those that are left
+        out are dialled at their addresses. All ranks call it at about the same time; raises as
+        `share` does.
+        """
 
     def barrier(self, name: str, timeout_s: float) -> None:
         """Wait until all ranks have called it; raises as `Gathered.wait` does."""

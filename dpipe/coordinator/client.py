@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TypeVar, cast
@@ -25,6 +25,8 @@ from dpipe.coordinator.frame import METHOD, PROTOCOL, assemble
 from dpipe.coordinator.limits import FROM_COORDINATOR, REASON_CHARACTERS, check
 from dpipe.coordinator.line import GONE_S, Line
 from dpipe.errors import DpipeError, JoinError, RunAborted, TransferError
+from dpipe.relay.ends import RelayEnds
+from dpipe.relay.reach import ways_of
 from dpipe.session.frames import MessageFrames
 from dpipe.session.greeting import Greeted
 from dpipe.session.grpc_stream import Dialling, GrpcStream
@@ -70,6 +72,8 @@ class Coordinator(Coordination):
         self.world_size: int = join.world_size
         self.addresses: dict[int, str | None] = {}
         self.link_secrets: dict[int, bytes] = {}
+        self.relayed: tuple[tuple[int, int], ...] = ()
+        self._relay_ends: RelayEnds | None = None
         self._address = address
         self._join = join
         self._security = security
@@ -238,6 +242,25 @@ class Coordinator(Coordination):
             self._send(pb.ToCoordinator(part=pb.Part(key=key, payload=payload)))
         return gathered
 
+    def routes(self, here: str, peers: Collection[int], timeout_s: float) -> dict[int, str | None]:
+        ways = ways_of(self, peers, timeout_s)
+        if ways is None:
+            return {}
+        self.relayed = ways.relayed
+        if self.rank == 0:
+            for lower, higher in ways.relayed:
+                LOG.warning(
+                    "rank %d and rank %d cannot dial each other: the coordinator's machine relays "
+                    "their link, which is slower than one of their own; let one of them be reached "
+                    "(node.advertise, node.port) to be without",
+                    lower,
+                    higher,
+                )
+        self._relay_ends = RelayEnds(
+            self.rank, self._address, self._security, self.link_secrets, self._heartbeat_s
+        )
+        return ways.routes(self.rank, self.addresses, here, self._relay_ends)
+
     def upload(self, kind: str, payload: bytes) -> None:
         if self._over:
             raise self._over
@@ -274,6 +297,8 @@ class Coordinator(Coordination):
 
     def close(self) -> None:
         self._leaving = True
+        if self._relay_ends is not None:
+            self._relay_ends.close()
         self._hang_up()
         for thread in (self._reader, self._clock_thread):
             if thread.ident is not None and thread is not threading.current_thread():

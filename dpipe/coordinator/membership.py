@@ -163,11 +163,11 @@ class Membership:
                 pb.Address(advertised=advertised(self.members[rank].join)) for rank in ranks
             ]
             for member in self.members.values():
-                secrets_of = [self._link_secret(member.rank, rank) for rank in ranks]
+                secrets_of = [self.link_secret(member.rank, rank) for rank in ranks]
                 welcome = pb.Welcome(addresses=addresses, link_secrets=secrets_of)
                 member.tell(pb.FromCoordinator(welcome=welcome))
 
-    def _link_secret(self, rank: int, other: int) -> bytes:
+    def link_secret(self, rank: int, other: int) -> bytes:
         """The same for both, and for no other pair: who dials a rank proves with it who it is."""
         lower, higher = sorted((rank, other))
         return hmac.digest(self._secret, f"{lower}|{higher}".encode(), "sha256")

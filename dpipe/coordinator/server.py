@@ -34,6 +34,7 @@ from dpipe.coordinator.membership import (
     other_protocol,
 )
 from dpipe.errors import DpipeError, JoinError, TransferError
+from dpipe.relay.server import Relay
 from dpipe.session.frames import MessageFrames
 from dpipe.session.grpc_stream import SECRET_BYTES, GrpcStream, hello_of
 from dpipe.session.session import LinkSession
@@ -94,13 +95,15 @@ class CoordinatorServer:
         )
         service, _, method = METHOD.removeprefix("/").partition("/")
         handlers = [grpc.method_handlers_generic_handler(service, {method: handler})]
+        relay = Relay(world_size, self._membership.link_secret)
+        handlers.append(relay.handler())
         self._most_guests = world_size + _STRANGERS
         self._server, self.port = serve(
             handlers,
             bind,
             port,
             security,
-            max_workers=self._most_guests,
+            max_workers=self._most_guests + relay.most_streams,
             silence_s=heartbeat_s,
         )
         # Behind `serve`: where that cannot bind, there is no thread to end.

@@ -84,6 +84,7 @@ def joined(
             coordinator.abort(f"{type(error).__name__}: {error}")
             transport.fail(RunAborted("this rank failed"))
             raise
+        transport.close()  # while the coordinator's machine still passes on what it relays
         coordinator.leave()
 
 

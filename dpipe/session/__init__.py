@@ -4,7 +4,7 @@ session.py   `LinkSession`, a state machine: what a connection has left undone, 
 frames.py    what is written on a connection: bytes of the session, and which of the other's arrived
 stream.py    the bytes of one TCP or TLS connection
 dial.py      opening a connection, in smaller segments where large ones were lost
-relay.py     smaller segments for gRPC, which opens its connections itself
+forward.py   smaller segments for gRPC, which opens its connections itself
 redial.py    another connection in the place of one that broke
 greeting.py  how the two ends of a TCP connection prove who they are
 grpc_stream.py  the bytes of one gRPC stream, how it is opened and greets

@@ -219,9 +219,7 @@ class Dialling:
             address, security, own_connection=True, bulk=bulk, silence_s=silence_s
         )
         # In the metadata: the other end decides about a stream before it reads from it.
-        metadata: Any = [*token_metadata(security), (_HELLO_KEY, hello.SerializeToString())]
-        if hello.resumes:
-            metadata.append((_SECRET_KEY, secret))
+        metadata = hello_metadata(security, hello, secret if hello.resumes else b"")
         dial: Any = channel.stream_stream(method)
         self._call = dial(self._stream.outgoing(), metadata=metadata)
         self._stream.carry(self._call, self._call, channel)
@@ -267,6 +265,14 @@ def _cut(parts: Sequence[bytes | memoryview], most_bytes: int) -> Iterator[bytes
                 room = most_bytes
     if pieces:
         yield b"".join(pieces)
+
+
+def hello_metadata(security: Security, hello: Hello, secret: bytes) -> Any:
+    """What `hello_of` reads at the other end, and the token."""
+    metadata: Any = [*token_metadata(security), (_HELLO_KEY, hello.SerializeToString())]
+    if secret:
+        metadata.append((_SECRET_KEY, secret))
+    return metadata
 
 
 def hello_of(context: grpc.ServicerContext) -> tuple[Hello, bytes]:

@@ -16,6 +16,13 @@ class Directory(Protocol):
     def addresses(self) -> Mapping[int, str | None]:
         """`host:port` of each rank; None for one that cannot be dialled."""
 
+    def routes(
+        self, here: str, peers: Collection[int], timeout_s: float
+    ) -> Mapping[int, str | None]:
+        """Where this rank, which listens at `here`, dials those of `peers` that it does not dial at
+        their addresses; None for one that dials it. All ranks call it.
+        """
+
     def share(self, key: str, value: Any, timeout_s: float, schema: Schema[T]) -> list[T]:
         """Every rank's JSON value of `key`, by rank, each of `schema`."""
 

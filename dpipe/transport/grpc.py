@@ -18,9 +18,9 @@ import grpc
 
 from dpipe.errors import DpipeError, JoinError
 from dpipe.session import greeting, grpc_stream
+from dpipe.session.forward import forward
 from dpipe.session.frames import Frames, MessageFrames
 from dpipe.session.grpc_stream import GrpcStream
-from dpipe.session.relay import relay
 from dpipe.session.stream import tune
 from dpipe.transport.mesh import MAX_LINKS
 from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
@@ -94,7 +94,7 @@ class GrpcTransport(SessionMesh):
     ) -> Iterator[Called]:
         if connection.segment is not None:
             left_s = max(0.001, deadline - time.monotonic())
-            address = relay(address, left_s, connection.segment, self._tune_outer)
+            address = forward(address, left_s, connection.segment, self._tune_outer)
         dialling = grpc_stream.Dialling(
             address,
             f"/{_SERVICE}/{_METHOD}",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -37,6 +38,8 @@ CHECK = (
 CLOSE_S = 5.0  # for the last sends to leave and the peer to answer
 WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 _NO_SECURITY = Security()
+_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - compared with, not bound
+_BY_ADDRESS: Mapping[int, str | None] = MappingProxyType({})
 
 
 class Token(Enum):
@@ -198,6 +201,7 @@ class Mesh(ABC, Generic[ConnectionT]):
             "streams": streams,
         }
         self._links: dict[int, MeshLink[ConnectionT]] = {}
+        self._routes: dict[int, str | None] = {}  # where this rank dials; None: the peer does
         self._failing = Lock()  # guards `_failed`: an abort may come before there are links
         self._failed: Exception | None = None
         self._peers_known = Event()  # from then on a dialler can be accepted or refused
@@ -205,6 +209,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._closing = Lock()  # a second call waits for the first
         self._closed = False
         self.port = self._listen(bind, port, security)
+        self._here = f"{_OF_WILDCARD.get(bind, bind)}:{self.port}"
 
     @abstractmethod
     def _listen(self, bind: str, port: int, security: Security) -> int:
@@ -218,15 +223,24 @@ class Mesh(ABC, Generic[ConnectionT]):
     def _stop(self, deadline: float) -> None:
         """End the listener and all that carries streams, open or not."""
 
-    def connect(self, addresses: Mapping[int, str | None], peers: Collection[int]) -> None:
+    def connect(
+        self,
+        addresses: Mapping[int, str | None],
+        peers: Collection[int],
+        routes: Mapping[int, str | None] = _BY_ADDRESS,
+    ) -> None:
         """Open and check every link with `peers`, in both directions.
 
         The lower rank dials the higher one, unless the higher one has no address (it is behind a
-        NAT): then the other way round. All ranks call this at about the same time. Raises
+        NAT): then the other way round; and unless `routes` says where else a peer is dialled, or
+        None for one that dials. All ranks call this at about the same time. Raises
         `JoinError` naming each peer that cannot be reached, its address, and what to check; or the
         error that this rank was told to `fail` with, before or meanwhile.
         """
-        dialled = [peer for peer in peers if dials(self.rank, peer, addresses)]
+        for peer in peers:
+            self._routes[peer] = routes.get(peer)
+            if peer not in routes and dials(self.rank, peer, addresses):
+                self._routes[peer] = addresses[peer]
         with self._failing:
             self._raise_if_failed()
             for peer in peers:
@@ -235,8 +249,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._peers_known.set()
         # One deadline for all of them, however many there are.
         deadline = time.monotonic() + self._connect_timeout_s
-        for peer in dialled:
-            self._dial_all(peer, addresses[peer], deadline)
+        for peer, route in self._routes.items():
+            if route is not None:
+                self._dial_all(peer, route, deadline)
         blocked = []
         for peer, link in self._links.items():
             if not link.wait_open(max(0.0, deadline - time.monotonic())):
@@ -255,7 +270,8 @@ class Mesh(ABC, Generic[ConnectionT]):
         return self.connection_type(end, index, self._num_connections, self._chunk_bytes)
 
     def prepare(self, directory: Directory, peers: Collection[int]) -> None:
-        self.connect(directory.addresses, peers)
+        routes = directory.routes(self._here, peers, self._connect_timeout_s)
+        self.connect(directory.addresses, peers, routes)
 
     def rehearse(self, step: Callable[[], None]) -> None:
         """Not needed: receives wait on the host, where they hold up nothing on a device."""
@@ -305,8 +321,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         if self._failed is not None:
             raise self._failed
 
-    def _dial_all(self, peer: int, address: str | None, deadline: float) -> None:
-        assert address is not None
+    def _dial_all(self, peer: int, address: str, deadline: float) -> None:
         for connection in self._links[peer].connections:
             connection.claimed = True
             self._dial(connection, address, self.hello(connection), deadline)
@@ -372,7 +387,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         end = self._links[peer].end
         if end.error is not None:
             return f"{end.peer_name}: {end.reason or end.error}"
-        if dials(self.rank, peer, addresses):
+        if self._routes[peer] is not None:
             return f"{end.peer_name} did not answer within {self._connect_timeout_s:g} s: {CHECK}"
         return (
             f"{end.peer_name} has not dialled {addresses[self.rank]} within "

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,6 +26,11 @@ class ThreadDirectory:
         self.addresses = addresses
         self._shared = shared
         self._rank = rank
+
+    def routes(
+        self, here: str, peers: Collection[int], timeout_s: float
+    ) -> Mapping[int, str | None]:
+        return {}
 
     def share(self, key: str, value: Any, timeout_s: float, schema: Schema[T]) -> list[T]:
         shared = self._shared

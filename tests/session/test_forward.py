@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dpipe.session.relay import relay
+from dpipe.session.forward import forward
 
 Pair = tuple[socket.socket, socket.socket, str]
 
@@ -20,16 +20,16 @@ def tune_nothing(sock: socket.socket) -> None:
 
 
 @pytest.fixture
-def relayed():
-    """Both ends of a relayed connection, and where the relay listened."""
+def forwarded():
+    """Both ends of a forwarded connection, and where it was taken."""
     with socket.create_server(("127.0.0.1", 0)) as peer:
-        address = relay(f"127.0.0.1:{peer.getsockname()[1]}", 5.0, 536, tune_nothing)
+        address = forward(f"127.0.0.1:{peer.getsockname()[1]}", 5.0, 536, tune_nothing)
         with dialled(address) as inner, peer.accept()[0] as outer:
             yield inner, outer, address
 
 
-def test_bytes_pass_both_ways_in_small_segments(relayed: Pair) -> None:
-    inner, outer, _ = relayed
+def test_bytes_pass_both_ways_in_small_segments(forwarded: Pair) -> None:
+    inner, outer, _ = forwarded
     for source, sink in ((inner, outer), (outer, inner)):
         sender = threading.Thread(target=source.sendall, args=(bytes(range(256)) * 4000,))
         sender.start()
@@ -42,13 +42,13 @@ def test_bytes_pass_both_ways_in_small_segments(relayed: Pair) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_end_that_closes_ends_the_other(relayed: Pair, first: int) -> None:
-    relayed[first].close()
-    assert relayed[1 - first].recv(1) == b""
+def test_end_that_closes_ends_the_other(forwarded: Pair, first: int) -> None:
+    forwarded[first].close()
+    assert forwarded[1 - first].recv(1) == b""
 
 
-def test_second_connection_is_not_taken(relayed: Pair) -> None:
-    inner, outer, address = relayed
+def test_second_connection_is_not_taken(forwarded: Pair) -> None:
+    inner, outer, address = forwarded
     inner.sendall(b"x")
     assert outer.recv(1) == b"x"
     with pytest.raises(ConnectionRefusedError):
@@ -59,4 +59,4 @@ def test_nobody_there_is_known_before_grpc_dials() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
-        relay(f"127.0.0.1:{port}", 5.0, 536, tune_nothing)
+        forward(f"127.0.0.1:{port}", 5.0, 536, tune_nothing)

@@ -1,4 +1,4 @@
-"""A relay inside this process, for a dialler that does not let its sockets be changed.
+"""A port of this process that forwards, for a dialler that does not let its sockets be changed.
 
     gRPC ====> 127.0.0.1, one connection ====> small segments, both ways ====> peer
 
@@ -18,11 +18,11 @@ _COPY_BYTES = 256 << 10
 _ACCEPT_S = 5.0  # for gRPC, which dials at once
 
 
-def relay(
+def forward(
     address: str, timeout_s: float, segment: int, tune: Callable[[socket.socket], None]
 ) -> str:
     """Dial `address` in segments of at most `segment` bytes. Returns where gRPC, which dials in its
-    place, reaches it: the first connection there is relayed until an end closes it, and no second
+    place, reaches it: the first connection there is forwarded until an end closes it, and no second
     one. `tune` sets what else the outer socket needs. Raises as `dial` does.
     """
     outer = dial(address, timeout_s, segment)
@@ -35,7 +35,7 @@ def relay(
         raise
     port = listener.getsockname()[1]
     Thread(
-        target=_serve, args=(listener, outer), name=f"dpipe-relay-{address}", daemon=True
+        target=_serve, args=(listener, outer), name=f"dpipe-forward-{address}", daemon=True
     ).start()
     return f"127.0.0.1:{port}"
 
@@ -48,7 +48,7 @@ def _serve(listener: socket.socket, outer: socket.socket) -> None:
         with closing(inner):
             inner.settimeout(None)
             inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            back = Thread(target=_copy, args=(outer, inner), name="dpipe-relay-back", daemon=True)
+            back = Thread(target=_copy, args=(outer, inner), name="dpipe-forward-back", daemon=True)
             back.start()
             _copy(inner, outer)
             back.join()
