@@ -15,7 +15,7 @@ from dpipe.toml import parse_toml, read_text, to_toml
 Row = TypeVar("Row", LayerTime, Machine, Measurement)
 
 _TOP = {"name", "measured", "default_link", "machine", "link"}
-_LINK = {"from", "to"} | SHAPE
+_LINK = {"from", "to", "relayed"} | SHAPE
 
 
 def load_machines(path: str | Path) -> Cluster:
@@ -39,6 +39,7 @@ def load_machines(path: str | Path) -> Cluster:
         to = "b"
         delay_ms = 10                 # further keys: those of a network profile
         bandwidth_gbps = 1
+        relayed = true                # by the coordinator's machine: neither can dial the other
 
     Raises `ProfileError` naming the file, the table and the key.
     """
@@ -82,7 +83,8 @@ def parse_machines(table: dict[str, Any], default_name: str = "machines") -> Clu
     if "measured" in table:
         with _within("[measured]"):
             measured = _parse(Measurement, _table(table, "measured"))
-    return Cluster(machines, _links(table), default_link, measured, name)
+    links = _links(table)
+    return Cluster(machines, links, default_link, measured, name, _relayed(table))
 
 
 def dump_machines(cluster: Cluster) -> str:
@@ -102,7 +104,10 @@ def dump_machines(cluster: Cluster) -> str:
             blocks.append(_block("[[machine.layer]]", _stated(layer)))
     for (source, target), link in cluster.links.items():
         ends = {"from": source, "to": target}
-        blocks.append(_block("[[link]]", ends | _stated(link)))
+        stated = ends | _stated(link)
+        if (source, target) in cluster.relayed:
+            stated["relayed"] = True
+        blocks.append(_block("[[link]]", stated))
     return "\n".join(blocks)
 
 
@@ -146,6 +151,17 @@ def _links(table: dict[str, Any]) -> dict[Pair, Link]:
         with _within(where):
             links[source, target] = parse_link(row, "it")
     return links
+
+
+def _relayed(table: dict[str, Any]) -> frozenset[Pair]:
+    relayed = set()
+    for row in parse_rows(table, "link"):
+        value = row.get("relayed", False)
+        if not isinstance(value, bool):
+            raise ProfileError(f"[[link]] relayed must be true or false, got {value!r:.100}")
+        if value:
+            relayed.add((_text(row, "from"), _text(row, "to")))
+    return frozenset(relayed)
 
 
 def _parse(kind: type[Row], row: Mapping[str, Any], **parsed: Any) -> Row:

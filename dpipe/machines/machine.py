@@ -122,6 +122,7 @@ class Cluster:
     default_link: Link | None = None
     measured: Measurement | None = None
     name: str = "machines"
+    relayed: frozenset[Pair] = frozenset()  # links that pass the coordinator's machine
 
     def __post_init__(self) -> None:
         _check_name(self.name, "name")

@@ -25,7 +25,7 @@ from dpipe.session import greeting
 from dpipe.session.dial import dial
 from dpipe.session.session import reason_of
 from dpipe.session.stream import Tls, shut, tune
-from dpipe.transport.mesh import PROTOCOL, dials
+from dpipe.transport.mesh import PROTOCOL, dials, local_address
 from dpipe.transport.tcp import open_listener
 from dpipe.wire.rpc import Security
 from dpipe.wire.text import visible
@@ -86,6 +86,7 @@ class Connections:
         self._strangers = BoundedSemaphore(_STRANGERS)
         self._listener = open_listener(bind, port)
         self.port = int(self._listener.getsockname()[1])
+        self.here = local_address(bind, self.port)
         self._greeters = ThreadPoolExecutor(_DIALLERS, f"dpipe-greet-{rank}")
         self._accepting = Thread(target=self._accept, name=f"dpipe-accept-{rank}", daemon=True)
         self._accepting.start()
@@ -95,16 +96,18 @@ class Connections:
         addresses: Mapping[int, str | None],
         timeout_s: float,
         link_secrets: Mapping[int, bytes] = MappingProxyType({}),
+        routes: Mapping[int, str | None] = MappingProxyType({}),
     ) -> dict[int, str]:
         """Dial all that this rank has to dial, within `timeout_s`; returns why the others are not
         there, by rank. The connections of ranks that dial this one come meanwhile. Each proves that
         it knows `link_secrets` of the other, by rank, besides the token: no third rank can.
+        `routes` are those of `Coordination`.
         """
         self._world_size = len(addresses)
         self._link_secrets = link_secrets
         self._expecting.set()
         deadline = time.monotonic() + timeout_s
-        targets, reasons = self._to_dial(addresses)
+        targets, reasons = self._to_dial(addresses, routes)
         with ThreadPoolExecutor(_DIALLERS, f"dpipe-dial-{self.rank}") as pool:
             first = {}
             for peer, address in targets.items():
@@ -120,13 +123,18 @@ class Connections:
         return {peer: reason for peer, reason in reasons.items() if reason}
 
     def _to_dial(
-        self, addresses: Mapping[int, str | None]
+        self, addresses: Mapping[int, str | None], routes: Mapping[int, str | None]
     ) -> tuple[dict[int, str], dict[int, str]]:
         """Whom this rank dials, and where; and why it cannot meet some others at all."""
         targets = {}
         reasons = {}
         for peer, address in addresses.items():
             if peer == self.rank:
+                continue
+            if peer in routes:
+                route = routes[peer]
+                if route is not None:
+                    targets[peer] = route
                 continue
             try:
                 if dials(self.rank, peer, addresses):

@@ -29,6 +29,7 @@ class FoundLinks:
     delays: dict[Pair, Delay] = field(default_factory=dict)  # of both directions
     streams: dict[tuple[int, int], StreamReport] = field(default_factory=dict)  # from, to
     reasons: dict[Pair, str] = field(default_factory=dict)  # why a pair cannot talk
+    relayed: frozenset[Pair] = frozenset()
     in_turns: bool = True  # whether no direction was measured while the other was
 
     def refuse(self, pair: Pair, reason: str) -> None:
@@ -89,7 +90,12 @@ def measured(
         bounds = _bounds(rank, together[rank], links)
         machines.append(_machine(names[rank], addresses[rank], report, bounds))
     named = {(names[source], names[target]): link for (source, target), link in links.items()}
-    cluster = Cluster(tuple(machines), named, measured=measurement)
+    relayed = frozenset(
+        (names[source], names[target])
+        for source, target in links
+        if pair_of(source, target) in found.relayed
+    )
+    cluster = Cluster(tuple(machines), named, measured=measurement, relayed=relayed)
     return MeasuredCluster(cluster, _problems(names, found, links))
 
 
@@ -183,7 +189,13 @@ def _problems(
         if (source, target) not in links:
             if source < target:
                 lines.append(f"{ends} cannot talk: {reason}")
-        elif found.streams[source, target].rising:
+            continue
+        if source < target and (source, target) in found.relayed:
+            lines.append(
+                f"{ends} cannot dial each other: what is said here of their link is that of the "
+                "relay on the coordinator's machine"
+            )
+        if found.streams[source, target].rising:
             lines.append(
                 f"{names[source]} to {names[target]}: its time was over while its rate was still "
                 "rising, so that it carries more than is said here"

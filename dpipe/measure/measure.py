@@ -97,8 +97,12 @@ class Measuring:
 
     def _open(self) -> None:
         self._say(f"opening connections between {self._size} machines")
+        coordinator = self._coordinator
+        others = set(range(self._size)) - {self._rank}
+        routes = coordinator.routes(self._connections.here, others, self._connect_s)
+        self._links.relayed = frozenset(coordinator.relayed)
         reasons = self._connections.open(
-            self._coordinator.addresses, self._connect_s, self._coordinator.link_secrets
+            coordinator.addresses, self._connect_s, coordinator.link_secrets, routes
         )
         mine = [Problem(peer=peer, reason=reason).model_dump() for peer, reason in reasons.items()]
         # Others may still wait for their deadline.
@@ -186,10 +190,12 @@ class Measuring:
         if round_trip_s is None or sockets is None:
             return idle
         lasts_s = timetable.stream_s(length_s, round_trip_s)
-        out = Outflow(sockets.data, round_trip_s, lasts_s)
+        relayed = pair_of(self._rank, peer) in self._links.relayed
+        out = Outflow(sockets.data, round_trip_s, lasts_s, relayed=relayed)
         # Of two that take turns the lower rank is first.
         waits = self._rank > peer and not timetable.at_once(round_trip_s)
-        flow = PeerTraffic(peer, sockets, out, Inflow(sockets.data), into_first=waits)
+        into = Inflow(sockets.data, relayed=relayed)
+        flow = PeerTraffic(peer, sockets, out, into, into_first=waits)
         exchange([flow], time.monotonic() + length_s + _LATE_S)
         if flow.problem:
             self._connections.drop(peer)
@@ -247,9 +253,14 @@ class Measuring:
             sockets = self._connections.peers.get(peer)
             if round_trip_s is None or sockets is None:
                 continue
+            relayed = pair_of(self._rank, peer) in self._links.relayed
             out = None
+            into = None
             if peer in targets:
-                out = Outflow(sockets.data, round_trip_s, lasts_s, until_steady=False)
-            into = Inflow(sockets.data) if peer in sources else None
+                out = Outflow(
+                    sockets.data, round_trip_s, lasts_s, until_steady=False, relayed=relayed
+                )
+            if peer in sources:
+                into = Inflow(sockets.data, relayed=relayed)
             flows.append(PeerTraffic(peer, sockets, out, into))
         return flows

@@ -4,6 +4,7 @@
     PING  a number            PONG with the same number comes back
     DONE  bytes that were sent in this stream; no more follow
     GOT   bytes that have arrived, all of them
+    HAVE  bytes that have arrived so far, over a link that is relayed
 
 They go on a connection of their own, so that no stream of bytes is in their way.
 """
@@ -26,6 +27,7 @@ class NoteKind(IntEnum):
     PONG = 2
     DONE = 3
     GOT = 4
+    HAVE = 5
 
 
 _KINDS = frozenset(map(int, NoteKind))

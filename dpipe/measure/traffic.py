@@ -7,6 +7,9 @@
 The sender alone measures, so that no two clocks need to agree. What it has in flight is at most a
 few times what the link carries in a round trip: more would only stand in a queue on the way, where
 it makes round trips longer, or is lost and counted as the link's own loss.
+
+Over a relayed link TCP acknowledges what has come to a port of this machine, from where it goes on.
+There the receiver says in notes what it has, and of losses nothing is known.
 """
 
 import math
@@ -41,6 +44,7 @@ _STEADY_SHARE = 0.05  # by which steady slices differ at most
 _RISING = 1.25
 _WAIT_S = 0.001  # until a window is looked at again
 _IDLE_S = 0.05
+_RECEIPTS_S = 0.01  # between what the receiver of a relayed link says
 
 
 class Meter:
@@ -105,6 +109,7 @@ class Outflow:
         lasts_s: float,
         *,
         until_steady: bool = True,
+        relayed: bool = False,
     ) -> None:
         """It ends after `lasts_s`, or as soon as its rate is steady."""
         self.meter = Meter()
@@ -118,6 +123,7 @@ class Outflow:
         self._slice_s = max(_SLICE_S, round_trip_s)
         self._window_bytes = float(_FEWEST_IN_FLIGHT)
         self._written = 0
+        self._had: int | None = 0 if relayed else None  # by the receiver, as it has said
         self._before = counts(sockets)
         self._began: float | None = None
         self._acked_bytes: int | None = None  # when a slice was long enough to end
@@ -135,7 +141,7 @@ class Outflow:
         """Write what may be in flight. Returns how many bytes that were, once no more follow."""
         if self._began is None:
             self._began = now
-            self.meter.note(now, self._before.acked_bytes)
+            self.meter.note(now, self._acked())
         if self._is_over(now):
             self.blocked = []
             self.said_done = True
@@ -169,7 +175,7 @@ class Outflow:
         last_look, _ = self.meter.samples[-1]
         if now - last_look < self._slice_s:
             return False
-        acked_bytes = counts(self._sockets).acked_bytes
+        acked_bytes = self._acked()
         awaited = self._acked_bytes is not None and acked_bytes > self._acked_bytes
         if awaited:
             self.meter.note(now, acked_bytes)
@@ -180,7 +186,7 @@ class Outflow:
         """Whether its share of the window is in flight; False where its buffer holds no more."""
         share = self._window_bytes / len(self._sockets)
         try:
-            while (room := share - queued_bytes(sock)) > 0:
+            while (room := share - self._in_flight(sock)) > 0:
                 if isinstance(sock, ssl.SSLSocket):
                     chunk = _TLS_CHUNK
                 else:
@@ -190,8 +196,24 @@ class Outflow:
             return False
         return True
 
+    def _acked(self) -> int:
+        return counts(self._sockets).acked_bytes if self._had is None else self._had
+
+    def _in_flight(self, sock: socket.socket) -> float:
+        if self._had is None:
+            return queued_bytes(sock)
+        return (self._written - self._had) / len(self._sockets)
+
+    def hear(self, had: int) -> None:
+        """The receiver has got so much. Raises `TransferError` where that cannot be."""
+        if self._had is None or not self._had <= had <= self._written:
+            raise TransferError(f"it says that it has {had} bytes of {self._written}")
+        self._had = had
+
     def arrive(self) -> None:
         """All of it has arrived: only now it is known what was sent again in vain."""
+        if self._had is not None:
+            return
         after = counts(self._sockets)
         segments = after.segments - self._before.segments
         lost = after.lost - self._before.lost
@@ -201,8 +223,11 @@ class Outflow:
 class Inflow:
     """A stream of bytes from one peer."""
 
-    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], *, relayed: bool = False) -> None:
         self.sockets = sockets
+        self._relayed = relayed
+        self._said = 0
+        self._say_at = 0.0
         self.meter = Meter()
         self.sent: int | None = None  # bytes, as the peer has said at the end
         self._received = 0
@@ -218,6 +243,14 @@ class Inflow:
         if self._received > self.sent:
             raise TransferError(f"{self._received} bytes came of {self.sent} that were sent")
         return self._received
+
+    def receipt(self, now: float) -> int | None:
+        """What the sender of a relayed link is to hear now."""
+        if not self._relayed or now < self._say_at or self._received == self._said:
+            return None
+        self._said = self._received
+        self._say_at = now + _RECEIPTS_S
+        return self._said
 
     def pull(self, sock: socket.socket) -> None:
         """Take what has come, and discard it."""
@@ -272,6 +305,9 @@ class PeerTraffic:
     def step(self, now: float) -> None:
         if self.into is not None and not self._into_over:
             received = self.into.step(now)
+            had = self.into.receipt(now)
+            if had is not None:
+                self.notes.send(NoteKind.HAVE, had)
             if received is not None:
                 self.notes.send(NoteKind.GOT, received)
                 self._into_over = True
@@ -287,6 +323,8 @@ class PeerTraffic:
         elif note.kind == NoteKind.GOT and self.out is not None and self.out.said_done:
             self.out.arrive()
             self._out_over = True
+        elif note.kind == NoteKind.HAVE and self.out is not None:
+            self.out.hear(note.value)
         else:
             raise TransferError(f"it sent {note.kind.name} where no such note belongs")
 

@@ -32,6 +32,7 @@ _DIAL_S = 5.0  # for this rank's own listener
 _ACCEPT_S = 1.0  # poll interval of a doorway
 _AGAIN_S = 0.2  # between streams of an ear, where the last one broke
 _JOIN_S = 2.0
+_EARS = 4  # that wait for a peer: to open one takes round trips, and a link has many connections
 _REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -65,7 +66,8 @@ class RelayEnds:
 
     def listen(self, peer: int, here: str) -> None:
         """From now on `peer` reaches `here`, a `host:port` of this machine, through the relay."""
-        self._spawn(partial(self._answer, peer, here), f"ear-{peer}")
+        for _ in range(_EARS):
+            self._spawn(partial(self._answer, peer, here), f"ear-{peer}")
 
     def close(self) -> None:
         """End all that is open, at once."""

@@ -8,7 +8,7 @@ slow reader holds up the writer, and the relay keeps one message a direction and
 """
 
 import hmac
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from threading import Condition
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 METHOD = "/dpipe.wire.v1.Relay/Pass"
 PROTOCOL = 1
-STREAMS_A_RANK = 64  # at once; each holds a thread
+STREAMS_A_LINK = 32  # at once from either end; each holds a thread
 SOMEBODY = b"!"  # to the end that waits: somebody has dialled it
 NO_MORE = b""  # this direction ends here
 _WAKE_S = 5.0  # poll interval of waits that end with a stream
@@ -34,11 +34,11 @@ class Relay:
         self._link_secret = link_secret
         self._changed = Condition()  # guards what is below, and the state of all streams
         self._waiting: dict[tuple[int, int], deque[_End]] = defaultdict(deque)  # from, to
-        self._num_open = [0] * world_size  # streams, by rank
+        self._num_open: Counter[tuple[int, int]] = Counter()  # streams: from, to
 
     @property
     def most_streams(self) -> int:
-        return self._world_size * STREAMS_A_RANK
+        return self._world_size * (self._world_size - 1) * STREAMS_A_LINK
 
     def handler(self) -> grpc.GenericRpcHandler:
         accept: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
@@ -53,7 +53,7 @@ class Relay:
         refusal = self._refusal(hello, proof)
         if refusal:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-        if not self._admit(hello.from_rank):
+        if not self._admit(link_of(hello)):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
         end = _End(hello, messages)
         try:
@@ -63,12 +63,12 @@ class Relay:
             yield from self._pass(end, context)
         finally:
             with self._changed:
-                self._num_open[hello.from_rank] -= 1
+                self._num_open[link_of(hello)] -= 1
 
     def _refusal(self, hello: Hello, proof: bytes) -> str:
         if hello.protocol != PROTOCOL:
             return f"this relay speaks protocol {PROTOCOL}, not {hello.protocol}"
-        ranks = hello.from_rank, hello.to_rank
+        ranks = link_of(hello)
         if max(ranks) >= self._world_size or hello.from_rank == hello.to_rank:
             return "there are no such ranks"
         secret = self._link_secret(*ranks)
@@ -76,11 +76,11 @@ class Relay:
             return "this is not a rank of this run"
         return ""
 
-    def _admit(self, rank: int) -> bool:
+    def _admit(self, link: tuple[int, int]) -> bool:
         with self._changed:
-            if self._num_open[rank] >= STREAMS_A_RANK:
+            if self._num_open[link] >= STREAMS_A_LINK:
                 return False
-            self._num_open[rank] += 1
+            self._num_open[link] += 1
             return True
 
     def _pass(self, end: "_End", context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -110,7 +110,7 @@ class Relay:
 
     def _partner_of(self, end: "_End") -> "_End | None":
         """The stream that the other rank has opened, or opens while this one lives."""
-        own = end.hello.from_rank, end.hello.to_rank
+        own = link_of(end.hello)
         theirs = own[1], own[0]
         with self._changed:
             if self._waiting[theirs] and not end.is_over:
@@ -125,7 +125,7 @@ class Relay:
 
     def _end(self, end: "_End") -> None:
         """The stream is over: its rank has ended it, or the way to it broke."""
-        own = end.hello.from_rank, end.hello.to_rank
+        own = link_of(end.hello)
         with self._changed:
             end.is_over = True
             if end in self._waiting[own]:
@@ -149,6 +149,10 @@ class _End:
             yield from self._messages
         except Exception:  # gRPC's own has no type of its own at a server
             return
+
+
+def link_of(hello: Hello) -> tuple[int, int]:
+    return hello.from_rank, hello.to_rank
 
 
 def waits(hello: Hello) -> bool:

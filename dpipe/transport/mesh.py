@@ -209,7 +209,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._closing = Lock()  # a second call waits for the first
         self._closed = False
         self.port = self._listen(bind, port, security)
-        self._here = f"{_OF_WILDCARD.get(bind, bind)}:{self.port}"
+        self._here = local_address(bind, self.port)
 
     @abstractmethod
     def _listen(self, bind: str, port: int, security: Security) -> int:
@@ -394,6 +394,11 @@ class Mesh(ABC, Generic[ConnectionT]):
             f"{self._connect_timeout_s:g} s: see what it says; that address (node.advertise, "
             "node.port) must be reachable from there"
         )
+
+
+def local_address(bind: str, port: int) -> str:
+    """Where this machine itself reaches what listens there."""
+    return f"{_OF_WILDCARD.get(bind, bind)}:{port}"
 
 
 def dials(rank: int, peer: int, addresses: Mapping[int, str | None]) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.small_job import TEXT, small_toml
 
+from dpipe.machines.file import load_machines
 from dpipe.report.metrics import read_rows
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible"), pytest.mark.timeout(300)]
@@ -134,3 +135,15 @@ def test_two_nats_change_no_loss(
     subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True)
     assert len(losses(tmp_path / "nat")) == 3
     assert losses(tmp_path / "nat") == losses(tmp_path / "alone")
+
+
+def test_link_behind_two_nats_is_measured_and_marked(
+    houses: Houses, tmp_path: Path, warm_python: str
+) -> None:
+    (tmp_path / "job.toml").write_text('[model]\nlayers = "replay"\n')
+    in_houses(houses, tmp_path, warm_python, "measure", "job.toml")
+    cluster = load_machines(tmp_path / "machines.toml")
+    first, second, third = cluster.names
+    assert cluster.relayed == {(second, third), (third, second)}
+    assert not cluster.missing(cluster.names)
+    assert cluster.link(first, second) is not None

@@ -15,7 +15,7 @@ from support.certificates import Authority
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.relay.ends import RelayEnds
-from dpipe.relay.server import METHOD, PROTOCOL, STREAMS_A_RANK, proof_of
+from dpipe.relay.server import METHOD, PROTOCOL, STREAMS_A_LINK, proof_of
 from dpipe.session.grpc_stream import hello_metadata
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.mesh import Mesh
@@ -238,8 +238,8 @@ def test_other_version_of_the_relay_is_named(hidden: Hidden) -> None:
     assert code_of(call)[1] == f"this relay speaks protocol {PROTOCOL}, not 9"
 
 
-def test_streams_of_a_rank_are_bounded(hidden: Hidden) -> None:
-    calls = [hidden.stream(0, 1) for _ in range(STREAMS_A_RANK + 1)]
+def test_streams_of_a_link_are_bounded(hidden: Hidden) -> None:
+    calls = [hidden.stream(0, 1) for _ in range(STREAMS_A_LINK + 1)]
     refused = threading.Event()
     for call in calls:
         call.add_callback(refused.set)
