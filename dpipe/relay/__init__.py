@@ -11,5 +11,5 @@ The transports know nothing of it: one dials a port of its own machine, the othe
 there. Their greetings, token and TLS are between the two ends, as on any link; the hop to the
 relay has a token and TLS of its own.
 
-To send something else to the relay: its method in server.py, beside `METHOD`.
+To add a request to the relay: a method of its gRPC service in server.py, beside `METHOD`.
 """

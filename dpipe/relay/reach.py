@@ -36,7 +36,7 @@ class Knocks(Shape):
 _KNOCKS = Schema[Knocks](Knocks)
 
 
-class Directory(Protocol):
+class Acquaintance(Protocol):
     """The coordinator, as far as it is asked here."""
 
     rank: int
@@ -70,20 +70,20 @@ class Ways:
         return routes
 
 
-def ways_of(directory: Directory, peers: Collection[int], timeout_s: float) -> Ways | None:
+def ways_of(coordinator: Acquaintance, peers: Collection[int], timeout_s: float) -> Ways | None:
     """Of all ranks' links, the same on each of them. None where all are on this machine, and nobody
-    has to be asked. Raises as `directory.share` does.
+    has to be asked. Raises as `share` of it does.
     """
-    if all(map(_is_loopback, directory.addresses.values())):
+    if all(map(_is_loopback, coordinator.addresses.values())):
         return None
     # Two private networks may have the same addresses: what this rank would reach there is itself.
-    own_address = directory.addresses[directory.rank]
-    theirs = {peer: directory.addresses[peer] for peer in peers}
+    own_address = coordinator.addresses[coordinator.rank]
+    theirs = {peer: coordinator.addresses[peer] for peer in peers}
     reached = _knock_at(
         {peer: address for peer, address in theirs.items() if address != own_address}
     )
     own = Knocks(peers=sorted(peers), reached=reached).model_dump()
-    return _ways(directory.share("links/reached", own, timeout_s + _KNOCK_S, _KNOCKS))
+    return _ways(coordinator.share("links/reached", own, timeout_s + _KNOCK_S, _KNOCKS))
 
 
 def _ways(knocks: list[Knocks]) -> Ways:
