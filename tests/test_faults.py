@@ -101,7 +101,6 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     )
 
 
-@pytest.mark.alone
 def test_killed_rank_stops_the_others_and_is_named(
     job, start, dpipe: Command, warm_python: str, tmp_path: Path
 ) -> None:

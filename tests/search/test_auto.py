@@ -194,7 +194,6 @@ def test_search_counts_what_it_tries_so_that_its_time_is_bounded(monkeypatch):
     assert len(runs) < 60
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("profile", ["regional", "two-sites"])  # those that take longest
 def test_search_of_twelve_stages_and_64_micro_batches_takes_seconds_of_a_core(profile):
     """Two of one core; one that is shared by hyperthreads may take twice as long."""

@@ -178,7 +178,6 @@ def test_process_that_is_stopped_for_a_while_is_waited_for(
     assert stopped == losses(load("run.toml", ("run.folder=undisturbed",)))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("killed", [0, 1])
 def test_dead_process_is_noticed_at_once(killed: int, start: Start, tmp_path: Path) -> None:
     """Independent of timeouts.heartbeat, because its kernel closes its connections."""

@@ -205,7 +205,6 @@ def test_close_leaves_no_thread(make: Make) -> None:
     assert left == set()
 
 
-@pytest.mark.alone
 def test_close_is_bounded_while_the_peer_takes_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
