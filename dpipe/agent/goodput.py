@@ -52,11 +52,11 @@ class Goodput:
 
     def added_to(self, row: Mapping[str, Any], now: float) -> dict[str, Any]:
         """A row of metrics with what was lost until then."""
-        told = dict(row)
+        extended = dict(row)
         if "loss" in row and self.share is not None:
-            told["goodput"] = self.share
-            told["lost_s"] = round(self.lost_s(now), 3)
-        return told
+            extended["goodput"] = self.share
+            extended["lost_s"] = round(self.lost_s(now), 3)
+        return extended
 
     def lost_s(self, now: float) -> float:
         return self._lost_s + self._standing_s(now)

@@ -355,10 +355,10 @@ class Coordinator(Coordination):
                 _thread(self._session.send_again, f"{self._reader.name}, again").start()
 
     def _resume(self) -> bool:
-        told = self._session.received
+        reported = self._session.received
         stream, greeted = self._dial(time.monotonic() + GREETING_S, resumes=True)
         try:
-            self._session.attach(MessageFrames(stream), greeted.received, told)
+            self._session.attach(MessageFrames(stream), greeted.received, reported)
         except BaseException:
             stream.close()
             raise

@@ -107,7 +107,7 @@ class Membership:
         return self._complete
 
     def has_left(self, rank: int) -> bool:
-        """Whether it is done here: its process may come for the next meeting at this address."""
+        """Whether it is done here: its process may join the next run at this address."""
         return rank in self._left
 
     # Joining

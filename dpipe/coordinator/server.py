@@ -170,7 +170,7 @@ class CoordinatorServer:
             else:
                 if self._has_left(hello.from_rank):
                     # As if nobody listened: it dials again until the next coordinator does.
-                    context.abort(grpc.StatusCode.UNAVAILABLE, "the meeting before this one ends")
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the run before this one ends")
                 if self._is_crowded():
                     context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams are open")
                 guest = self._new_guest(hello.from_rank, context.peer())
@@ -218,10 +218,10 @@ class CoordinatorServer:
                 return guest
         raise JoinError("this is not the end that opened this stream, or the run is over")
 
-    def _go_on(self, guest: "_Guest", stream: GrpcStream, arrived: int, told: int) -> None:
+    def _go_on(self, guest: "_Guest", stream: GrpcStream, arrived: int, reported: int) -> None:
         session = guest.line.session
         try:
-            session.attach(MessageFrames(stream), arrived, told)
+            session.attach(MessageFrames(stream), arrived, reported)
         except (OSError, DpipeError):
             return stream.give_up()
         LOG.warning(

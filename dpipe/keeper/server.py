@@ -26,7 +26,7 @@ _WAKE_S = 1.0
 _STOP_S = 5.0
 
 
-class Shelf(Protocol):
+class CopyStore(Protocol):
     """What is served: a `Keeper`. Each method may raise `Refused`."""
 
     def give(self, wanted: Wanted) -> LayerCopy: ...
@@ -41,8 +41,8 @@ class Shelf(Protocol):
 class KeeperServer:
     """Listens from the constructor until `close`. Raises `JoinError` if it cannot."""
 
-    def __init__(self, shelf: Shelf, security: Security, bind: str, port: int) -> None:
-        self._shelf = shelf
+    def __init__(self, store: CopyStore, security: Security, bind: str, port: int) -> None:
+        self._store = store
         self._security = security
         self._tls = Tls(security) if security.tls else None
         self._places = BoundedSemaphore(_CONNECTIONS)
@@ -130,7 +130,7 @@ class KeeperServer:
     def _answer(self, sock: socket.socket, request: Request) -> None:
         try:
             if request.get is not None:
-                self._send(sock, self._shelf.give(request.get))
+                self._send(sock, self._store.give(request.get))
             elif request.put is not None:
                 self._receive(sock, request.put)
             else:
@@ -146,16 +146,16 @@ class KeeperServer:
             sock.sendall(view[start : start + CHUNK_BYTES])
 
     def _receive(self, sock: socket.socket, offered: Offered) -> None:
-        if self._shelf.has(offered):
+        if self._store.has(offered):
             _say(sock, Answer(held=True))
             return
-        self._shelf.make_room(offered)
+        self._store.make_room(offered)
         content = None
         try:
             _say(sock, Answer())
             content = read_exactly(sock, offered.size)
         finally:
-            self._shelf.take(offered, content)
+            self._store.take(offered, content)
         _say(sock, Answer())
 
 

@@ -26,7 +26,7 @@ _SPARE = 3.0
 # Of the time that turns want: with less, links from so long a round trip on take none.
 _LEAST_SHARE = 0.6
 _LONG_S = 0.04
-_MEETING_S = 0.1  # beside round trips, for the two ends of a pair to be there
+_RENDEZVOUS_S = 0.1  # beside round trips, for the two ends of a pair to be there
 
 
 def tournament(num_ranks: int) -> list[Round]:
@@ -108,4 +108,4 @@ class Timetable:
 
 def _around_s(round_trip_s: float) -> float:
     """What a round takes beside its streams: to begin, and for the last bytes to arrive."""
-    return _MEETING_S + 2 * round_trip_s
+    return _RENDEZVOUS_S + 2 * round_trip_s

@@ -110,8 +110,10 @@ class ProcessInfo:
         if self.coordinator is not None:
             _check_address(self.coordinator)
 
-    def meeting(self, name: str) -> "ProcessInfo":
-        """The same for a meeting before the run: torchrun's store keeps an address a key."""
+    def before_the_run(self, name: str) -> "ProcessInfo":
+        """The same for what ranks do together before the run, `name`: torchrun's store keeps one
+        address a key.
+        """
         if self.store is None:
             return self
         return replace(self, store=replace(self.store, key=f"{self.store.key}/{name}"))

@@ -96,8 +96,8 @@ def run_rank(
     # Before anybody is met: a damaged checkpoint ends this rank alone, with exit code 2.
     start = find_start(config, run_plan, rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    meeting = joined(config, process, peers_of(run_plan, rank), join_s, streams)
-    with _in_folder(config, resume, rank, meeting) as (folder, coordinator, transport):
+    joining = joined(config, process, peers_of(run_plan, rank), join_s, streams)
+    with _in_folder(config, resume, rank, joining) as (folder, coordinator, transport):
         run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
         config = with_chosen(config, run_plan.config)
         if resume:
@@ -119,7 +119,7 @@ def _in_folder(
     config: Config,
     resume: bool,
     rank: int,
-    meeting: AbstractContextManager[tuple[Coordination, Transport]],
+    joining: AbstractContextManager[tuple[Coordination, Transport]],
 ) -> Iterator[tuple[Path, Coordination, Transport]]:
     """In this order: what ranks say while they join is in the folder's log, and a folder that was
     made for ranks that could not join is taken back.
@@ -127,7 +127,7 @@ def _in_folder(
     with (
         opened(config, resume, rank) as folder,
         logging_to(folder, rank, config.run),
-        meeting as (coordinator, transport),
+        joining as (coordinator, transport),
     ):
         yield folder, coordinator, transport
 

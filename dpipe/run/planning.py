@@ -69,7 +69,7 @@ def _planned_by_rank_0(
     # For its errors, before anybody is met.
     choices = choices_of(config, ("none",))
     sizes = tuple(size for size in _SIZES if size <= config.train.batch_size)
-    before = process.meeting("measure")
+    before = process.before_the_run("measure")
     if process.rank != 0:
         say = silent
     with measuring(config, before, micro_batch_sizes=sizes, join_s=join_s, say=say) as (

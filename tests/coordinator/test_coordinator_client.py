@@ -93,7 +93,7 @@ def test_rank_that_has_left_waits_for_the_next_coordinator(run):
     run.serve(2)
     _, second = run.at_once(lambda: run.join(0, 2), lambda: run.join(1, 2))
     second.leave()
-    with pytest.raises(JoinError, match="no coordinator at .* after 1 s .*the meeting before this"):
+    with pytest.raises(JoinError, match="no coordinator at .* after 1 s .*the run before this"):
         run.join(1, 2, join_s=1.0)
 
 

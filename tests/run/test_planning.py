@@ -91,13 +91,13 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         keep_text(tmp_path / "file", "plan", "")
 
 
-def test_meeting_before_the_run_has_a_key_of_its_own_in_torchruns_store() -> None:
+def test_what_is_done_before_the_run_has_a_key_of_its_own_in_torchruns_store() -> None:
     process = ProcessInfo(0, 2, store=AgentStore("h", 1, "dpipe/coordinator/0"))
-    other = process.meeting("measure").store
+    other = process.before_the_run("measure").store
     assert other is not None
     assert other.key == "dpipe/coordinator/0/measure"
     alone = ProcessInfo(0, 1)
-    assert alone.meeting("measure") is alone
+    assert alone.before_the_run("measure") is alone
 
 
 TWO_HOSTS = Cluster(
