@@ -107,6 +107,13 @@ def _remembered(runner: StageRunner, layers: range, inputs: Specs) -> StageMemor
     for layer in layers:
         place = _place(runner, layer)
         kinds.append((alike(layer), place))
+    return _of_kinds(runner, layers, kinds, inputs)
+
+
+def _of_kinds(
+    runner: StageRunner, layers: Sequence[int], kinds: Sequence[Hashable], inputs: Specs
+) -> StageMemory:
+    """Of a stage of `layers`, one of `kinds` each."""
     key = (
         tuple(kinds),
         inputs,
@@ -127,7 +134,7 @@ def _place(runner: StageRunner, layer: int) -> int:
 
 
 def _by_runs(
-    runner: StageRunner, layers: range, kinds: Sequence[Hashable], inputs: Specs
+    runner: StageRunner, layers: Sequence[int], kinds: Sequence[Hashable], inputs: Specs
 ) -> StageMemory:
     """Whatever a stage holds grows by as much with each equal layer, from the third on."""
     length = 0
@@ -142,10 +149,11 @@ def _by_runs(
     first = kinds.index(longest)
     stages = []
     for kept in (_RUN - 1, _RUN):
-        before = layers[: first + kept]
-        behind = layers[first + length :]
-        chosen = [*before, *behind]
-        stages.append(measured(runner, chosen, inputs))
+        chosen = [*range(first + kept), *range(first + length, len(kinds))]
+        few_layers = [layers[place] for place in chosen]
+        few_kinds = [kinds[place] for place in chosen]
+        # Runs of any length come down to the same two.
+        stages.append(_of_kinds(runner, few_layers, few_kinds, inputs))
     extended = []
     for fewer, more in zip(*stages, strict=True):
         count = length - _RUN
