@@ -178,3 +178,16 @@ def real_compute() -> list[list[str]]:
 def test_real_compute_on_two_cores() -> None:
     assert len(real_compute()) == 5
     assert table("Real compute on two cores") == real_compute()
+
+
+def test_memory_of_published_models() -> None:
+    worst: dict[str, dict[str, str]] = {}
+    for line in lines_of("hub_memory"):
+        ranks = zip(line["predicted"], line["measured"], strict=True)
+        off = max(abs(predicted / measured - 1) for predicted, measured in ranks)
+        assert off < 0.03
+        worst.setdefault(line["family"], {})[line["way"]] = f"{off:.1%}"
+    ways = list(worst["llama"])
+    rows = [[family, *(cells.get(way, "") for way in ways)] for family, cells in worst.items()]
+    assert len(rows) == 15
+    assert table("Memory", DOCS / "fine-tuning.md") == rows
