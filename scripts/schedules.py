@@ -11,6 +11,8 @@
         beside 1F1B, where both may hold as many activations as 1F1B does
     scripts/schedules.py optimum
         the same for small pipelines, beside the exact optimum
+    scripts/schedules.py overlap
+        "2bw", whose steps overlap, beside "auto"; it learns by gradients that are a step late
     scripts/schedules.py time
         how long a search of 12 stages x 64 micro-batches keeps a core; nothing else should run
 
@@ -30,7 +32,7 @@ from optimum import optimum_us
 
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network
-from dpipe.schedule.generate import generate
+from dpipe.schedule.generate import TWO_BW, generate
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.auto import pipeline_on, search
 from dpipe.search.bound import lower_bound_us
@@ -129,6 +131,26 @@ def few_rows() -> Iterator[Row]:
                 "before_s": before_s,
                 "auto_s": seconds(_period_us(schedule, cost, network)),
             }
+
+
+def overlap_rows() -> Iterator[Row]:
+    """Of micro-batches as few as fine-tuning has; the best of three depths."""
+    for name in sorted({name for name, _ in BEFORE_S}):
+        network = load_network(PROFILES / f"{name}.toml").over_enough()
+        for mib in MESSAGES_MIB:
+            cost = cost_of(NUM_STAGES, mib)
+            step_us = partial(_period_us, cost=cost, network=network, ballots=network)
+            for count in (16, 32):
+                auto = search(NUM_STAGES, count, cost, network, ballots=network)
+                depths = (2 * NUM_STAGES, count, count * 3 // 2)
+                made = [generate(TWO_BW.name, NUM_STAGES, count, in_flight=n) for n in depths]
+                yield {
+                    "network": name,
+                    "message_mib": mib,
+                    "micro_batches": count,
+                    "auto_s": seconds(step_us(auto)),
+                    "overlapping_s": seconds(min(map(step_us, made))),
+                }
 
 
 def memory_rows() -> Iterator[Row]:
@@ -247,6 +269,14 @@ def few_table(rows: list[Row]) -> Iterator[str]:
         yield _line(_network(row), row["micro_batches"], *times, less)
 
 
+def overlap_table(rows: list[Row]) -> Iterator[str]:
+    yield from _head("network, message", "M", "auto", "2bw", "less")
+    for row in rows:
+        less = _less(row["overlapping_s"], row["auto_s"])
+        times = f"{row['auto_s']:.2f}", f"{row['overlapping_s']:.2f}"
+        yield _line(_network(row), row["micro_batches"], *times, less)
+
+
 def memory_table(rows: list[Row]) -> Iterator[str]:
     yield from _head("network, message", "M", "1F1B", "auto", "less")
     for row in rows:
@@ -295,6 +325,7 @@ TABLES: dict[str, tuple[Rows, Table]] = {
     "bound": (bound_rows, bound_table),
     "few": (few_rows, few_table),
     "memory": (memory_rows, memory_table),
+    "overlap": (overlap_rows, overlap_table),
     "optimum": (optimum_rows, optimum_table),
     "time": (time_rows, time_table),
 }

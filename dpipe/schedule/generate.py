@@ -17,7 +17,7 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule, backward_piece
 from dpipe.schedule.size import too_large
 from dpipe.schedule.split import SplitProgram
-from dpipe.schedule.two_versions import steady_programs
+from dpipe.schedule.two_versions import ahead_by
 
 Program = tuple[Action, ...]
 
@@ -481,8 +481,8 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _each(stage: int, op: Op, num_microbatches: int) -> Program:
-    return tuple(Action(stage, op, microbatch) for microbatch in range(num_microbatches))
+def _each(stage: int, op: Op, number: int, first: int = 0) -> Program:
+    return tuple(Action(stage, op, microbatch) for microbatch in range(first, first + number))
 
 
 def _backwards(stage: int, num_pieces: int, num_slices: int) -> Program:
@@ -521,13 +521,19 @@ def two_versions(
     num_microbatches: int,
     in_flight: int | None = None,
 ) -> Schedule:
-    """1F1B without a pause between steps: each computes with the weights from before the step ahead
-    of it (PipeDream-2BW, Narayanan et al. 2021). `in_flight` is that of `one_f_one_b`.
+    """1F1B without a pause between steps (see `two_versions.py`). `in_flight` is that of
+    `one_f_one_b` (default: 2 * num_stages); as a step ends at most `num_microbatches` of them.
     """
-    depths = _depths(num_stages, num_microbatches, in_flight)
-    programs = steady_programs(depths, num_microbatches)
-    made = _schedule("2bw", num_microbatches, num_stages, programs)
-    return replace(made, num_versions=2)
+    deepest = 2 * num_stages if in_flight is None else in_flight
+    within = _depths(num_stages, 2 * num_microbatches, deepest)
+    depths = [min(num_microbatches, depth) for depth in within]
+    programs = []
+    for rank, ahead in enumerate(ahead_by(depths)):
+        depth = depths[rank]
+        backwards = _each(rank, Op.B, num_microbatches, ahead)
+        forwards = _each(rank, Op.F, num_microbatches, ahead + depth)
+        programs.append(_one_and_one(forwards, backwards, within[rank] - depth))
+    return replace(_schedule("2bw", num_microbatches, num_stages, programs), num_versions=2)
 
 
 def _ranks(num_stages: int, stages_per_rank: int) -> int:

@@ -17,29 +17,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
+from dpipe.schedule.action import COMPUTE, RECVS, Action
 from dpipe.schedule.schedule import Schedule
 
 Program = tuple[Action, ...]
 
 
-def steady_programs(depths: Sequence[int], num_microbatches: int) -> list[Program]:
-    """One stage a rank; `depths[rank]` micro-batches are in flight there.
-
-    Half of them are gradients on their way back. So by the time of rank 0's last backward a later
-    rank has done half of the difference in depth in backwards of the next step: all ranks end a
-    step at about one time, and none waits long for the others' votes.
+def ahead_by(depths: Sequence[int]) -> list[int]:
+    """By rank that holds `depths[rank]` micro-batches, its backwards of the next step when this one
+    ends. Half of what is held are gradients on their way back: so all ranks end a step at about one
+    time, and none waits long for the others' votes.
     """
-    programs = []
-    for rank, depth in enumerate(depths):
-        num_ahead = (depths[0] - depth) // 2
-        backwards = range(num_ahead, num_ahead + num_microbatches)
-        program: list[Action] = []
-        for number in backwards:
-            program.append(Action(rank, Op.B, number))
-            program.append(Action(rank, Op.F, number + depth))
-        programs.append(tuple(program))
-    return programs
+    ahead = []
+    for depth in depths:
+        fewer = depths[0] - depth
+        ahead.append(fewer // 2)
+    return ahead
 
 
 def opening(schedule: Schedule) -> Schedule:
@@ -87,9 +80,7 @@ def unrolled(schedule: Schedule, num_steps: int) -> Schedule:
 
 
 def with_receives(schedule: Schedule, ahead: int) -> Schedule:
-    """Post each receive `ahead` computations before the one that needs it: at the end of the
-    program before, where that one is among the first.
-    """
+    """As `lower` posts them, but a program's first ones at the end of the program before."""
     programs = []
     for program in schedule.programs:
         posts = _posts(schedule, program, ahead)
@@ -104,7 +95,10 @@ def with_receives(schedule: Schedule, ahead: int) -> Schedule:
 def _posts(schedule: Schedule, program: Program, ahead: int) -> dict[int, list[Action]]:
     """By the position in `program` that they are posted in front of."""
     posts: defaultdict[int, list[Action]] = defaultdict(list)
-    computes = [position for position, action in enumerate(program) if action.op in COMPUTE]
+    computes = []
+    for position, action in enumerate(program):
+        if action.op in COMPUTE:
+            computes.append(position)
     wrapped = []
     for turn, position in enumerate(computes):
         for need in schedule.requires(program[position]):
