@@ -136,9 +136,10 @@ def test_how_long_plans_take() -> None:
     for line in lines_of("plan_times"):
         machines = f"{line['machines']}, {line['fleet']}"
         size = f"{line['stages']} x {line['replicas']}"
-        rows.append([machines, size, f"{line['step_s']:.2f}", f"{line['cpu_s']:.1f}"])
+        estimate = f"{line['estimated_s'] / line['step_s']:.2f}"
+        rows.append([machines, size, f"{line['step_s']:.2f}", estimate, f"{line['cpu_s']:.1f}"])
     shown = table("How long a plan takes")
-    assert [row[:4] for row in shown] == rows
+    assert [row[:5] for row in shown] == rows
 
 
 @pytest.mark.parametrize(
