@@ -19,6 +19,7 @@ from scipy.sparse import csr_array, lil_array
 from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Hop, Pipeline, Program, Replay, Step
 
 _SCALE = 1e3  # milliseconds: solvers work best with numbers near 1
+_SOLVER = {"mip_rel_gap": 1e-6, "time_limit": 300}  # the limit in seconds
 Name = Hashable  # of a variable
 Entries = dict[int, float]  # of a row, by column
 
@@ -49,20 +50,13 @@ class _MixedInteger:
         self._horizon = horizon
         self._columns: dict[Name, int] = {}
         self._rows: list[Entries] = []
-        self._gaps: list[float] = []
+        self._least: list[float] = []
 
     def compute(self, stage: int, limit: int) -> None:
         """What stage `stage` computes and sends."""
         num_microbatches = self._pipeline.num_microbatches
         for number in range(num_microbatches):
-            forward = (FORWARD, stage, number)
-            made = (INPUT, stage, number)
-            weight = (WEIGHT, stage, number)
-            self._follow(forward, made)
-            self._follow(made, weight)
-            self._follow(weight, "end")
-            self._send(forward)
-            self._send(made)
+            self._pass(stage, number)
         for number in range(limit, num_microbatches):
             freed = (WEIGHT, stage, number - limit)
             forward = (FORWARD, stage, number)
@@ -71,18 +65,32 @@ class _MixedInteger:
         for first, second in combinations(steps, 2):
             self._in_turn(first, second)
 
+    def _pass(self, stage: int, number: int) -> None:
+        """Micro-batch `number` forward and backward through a stage."""
+        forward = (FORWARD, stage, number)
+        made = (INPUT, stage, number)
+        weight = (WEIGHT, stage, number)
+        self._follow(forward, made)
+        self._follow(made, weight)
+        self._follow(weight, "end")
+        self._send(forward)
+        self._send(made)
+
     def solved(self) -> float:
         """The smallest `end`."""
         names = list(self._columns)
         switches = np.array([_is_switch(name) for name in names])
-        wanted = np.array([name == "end" for name in names], float)
+        end = np.array([name == "end" for name in names])
         upper = np.where(switches, 1, self._horizon)
+        bounds = Bounds(0, upper)
+        matrix = self._matrix()
+        rows = LinearConstraint(matrix, self._least, np.inf)
         solved = milp(
-            wanted,
+            end.astype(float),
             integrality=switches.astype(int),
-            bounds=Bounds(0, upper),
-            constraints=LinearConstraint(self._matrix(), self._gaps, np.inf),
-            options={"mip_rel_gap": 1e-6, "time_limit": 300},
+            bounds=bounds,
+            constraints=rows,
+            options=_SOLVER,
         )
         assert solved.status == 0, solved.message
         return float(solved.fun)
@@ -96,17 +104,22 @@ class _MixedInteger:
         return matrix.tocsr()
 
     def _steps_of(self, stage: int) -> list[Step]:
-        numbers = range(self._pipeline.num_microbatches)
-        kinds = (FORWARD, INPUT, WEIGHT)
-        return [(kind, stage, number) for kind, number in product(kinds, numbers)]
+        steps = []
+        for kind in (FORWARD, INPUT, WEIGHT):
+            for number in range(self._pipeline.num_microbatches):
+                step = (kind, stage, number)
+                steps.append(step)
+        return steps
 
     def _takes(self, step: Step) -> float:
         kind, stage, _ = step
-        return self._pipeline.duration_us[kind][stage] / _SCALE
+        by_stage = self._pipeline.duration_us[kind]
+        return by_stage[stage] / _SCALE
 
     def _hop(self, step: Step) -> Hop | None:
         kind, stage, _ = step
-        return self._pipeline.hops[kind][stage]
+        by_stage = self._pipeline.hops[kind]
+        return by_stage[stage]
 
     def _send(self, step: Step) -> None:
         hop = self._hop(step)
@@ -116,15 +129,17 @@ class _MixedInteger:
         receiver = stage + 1 if kind == FORWARD else stage - 1
         arrived = (kind, receiver, number)
         sent = ("sent", *step)
-        on_the_way = hop.alone_us + hop.delay_us
         self._follow(step, sent)
-        self._add(_Gap(arrived, sent, on_the_way / _SCALE))
+        on_the_way_us = hop.alone_us + hop.delay_us
+        on_the_way = on_the_way_us / _SCALE
+        gap = _Gap(arrived, sent, on_the_way)
+        self._add(gap)
 
     def _in_turn(self, first: Step, second: Step) -> None:
         """One after the other, and so their messages."""
-        same_kind = first[0] == second[0]
-        is_earlier = first[2] <= second[2]
-        if same_kind or is_earlier:
+        kind, _, number = first
+        other_kind, _, other_number = second
+        if kind == other_kind or number <= other_number:
             for gap in self._between(first, second):
                 self._add(gap)
             return
@@ -136,12 +151,15 @@ class _MixedInteger:
 
     def _between(self, first: Step, second: Step) -> Iterator[_Gap]:
         """What has to hold if `first` is before `second`."""
-        yield _Gap(second, first, self._takes(first))
+        takes = self._takes(first)
+        yield _Gap(second, first, takes)
         hop = self._hop(first)
-        if hop is not None and self._hinder(hop, self._hop(second)):
+        other = self._hop(second)
+        if hop is not None and self._hinder(hop, other):
             later = ("sent", *second)
             earlier = ("sent", *first)
-            yield _Gap(later, earlier, hop.alone_us / _SCALE)
+            on_the_wire = hop.alone_us / _SCALE
+            yield _Gap(later, earlier, on_the_wire)
 
     def _hinder(self, hop: Hop, other: Hop | None) -> bool:
         """Whether one message has to wait for the other."""
@@ -150,28 +168,35 @@ class _MixedInteger:
         return hop.target == other.target or all(self._pipeline.sends_in_turn)
 
     def _column(self, name: Name) -> int:
-        return self._columns.setdefault(name, len(self._columns))
+        new = len(self._columns)
+        return self._columns.setdefault(name, new)
 
     def _follow(self, step: Step, later: Name) -> None:
-        self._add(_Gap(later, step, self._takes(step)))
+        takes = self._takes(step)
+        gap = _Gap(later, step, takes)
+        self._add(gap)
 
     def _add(self, gap: _Gap) -> None:
-        self._rows.append(self._entries(gap))
-        self._gaps.append(gap.least)
+        entries = self._entries(gap)
+        self._add_row(entries, gap.least)
 
     def _add_if_on(self, switch: Name, gap: _Gap) -> None:
         slack = self._horizon + gap.least
         entries = self._entries(gap)
-        entries[self._column(switch)] = -slack
-        self._rows.append(entries)
-        self._gaps.append(gap.least - slack)
+        column = self._column(switch)
+        entries[column] = -slack
+        self._add_row(entries, gap.least - slack)
 
     def _add_if_off(self, switch: Name, gap: _Gap) -> None:
         slack = self._horizon + gap.least
         entries = self._entries(gap)
-        entries[self._column(switch)] = slack
+        column = self._column(switch)
+        entries[column] = slack
+        self._add_row(entries, gap.least)
+
+    def _add_row(self, entries: Entries, least: float) -> None:
         self._rows.append(entries)
-        self._gaps.append(gap.least)
+        self._least.append(least)
 
     def _entries(self, gap: _Gap) -> Entries:
         later = self._column(gap.later)
@@ -185,9 +210,10 @@ def _is_switch(name: Name) -> bool:
 
 def enumerated_us(pipeline: Pipeline, limit: int) -> float:
     """The same by trying every order: for any network, but only for the smallest pipelines."""
-    programs_of = [
-        _orders(stage, pipeline.num_microbatches, limit) for stage in range(pipeline.num_stages)
-    ]
+    programs_of = []
+    for stage in range(pipeline.num_stages):
+        orders = _orders(stage, pipeline.num_microbatches, limit)
+        programs_of.append(orders)
     return min(_replayed_us(pipeline, programs) for programs in product(*programs_of))
 
 
