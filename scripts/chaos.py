@@ -12,7 +12,9 @@ run that nothing happened to.
 
 Faults, by the seed: a machine is killed (and a new one joins), a machine is stopped for a while,
 the coordinator is killed and started again; in a lab also: a machine's cable is cut for a while.
-Exits with 1 where a bit differs.
+Exits with 1 where a bit differs. What each process holds is looked at once a minute, and told of
+those that were there for long: an hour of `--fault kill --kill-every 60` leaves a coordinator whose
+memory and descriptors must stay level.
 """
 
 import hashlib
@@ -32,6 +34,7 @@ from statistics import median
 
 import click
 from forked import END_S, Forked, import_dpipe
+from levels import Levels
 
 from dpipe.cli.options import MAX_WAIT_S, NumberRange
 from dpipe.config.load import load
@@ -114,6 +117,7 @@ class Machines:
     cut: dict[str, float] = field(default_factory=dict)
     hosts: dict[str, int] = field(default_factory=dict)
     num_joined: int = 0
+    levels: Levels = field(default_factory=Levels)
 
     def coordinate(self) -> None:
         argv = ["coordinate", self.job, *self.overrides, "--bind", self.address]
@@ -158,6 +162,14 @@ class Machines:
         for name in [name for name, until in self.cut.items() if time.monotonic() > until]:
             self.mend(name)
 
+    def tend(self) -> None:
+        """End what has lasted long enough; and once a minute: does any process hold more?"""
+        self.wake()
+        processes = dict(self.running)
+        if self.coordinator is not None:
+            processes["coordinator"] = self.coordinator
+        self.levels.look(time.monotonic(), {name: each.pid for name, each in processes.items()})
+
     def awake(self) -> list[str]:
         return [
             name
@@ -186,6 +198,8 @@ class Machines:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for line in self.levels.lines():
+            click.echo(line)
 
 
 def values_of(path: Path, name: str) -> dict[int, float]:
@@ -268,7 +282,7 @@ def disturb(
     there_at = time.monotonic()  # when there was a machine
     while machines.coordinator is not None and machines.coordinator.poll() is None:
         progress.look()
-        machines.wake()
+        machines.tend()
         now = time.monotonic()
         if faults and progress.newest_at > newest_at:
             # Not only to the first one: a step that was under way may still be made.
