@@ -337,3 +337,13 @@ def test_layer_that_was_not_measured_is_refused_with_what_was() -> None:
         machine.layer_time("block", 2)
     with pytest.raises(ProfileError, match="layer 'head' with micro_batch_size 1; measured: none"):
         machine.layer_time("head", 1)
+
+
+def test_relayed_link_is_read_and_written_as_such() -> None:
+    machines = '[[machine]]\nname = "a"\n[[machine]]\nname = "b"\n'
+    link = '[[link]]\nfrom = "a"\nto = "b"\ndelay_ms = 1\nbandwidth_gbps = 1\nrelayed = '
+    cluster = parse_machines(parse_toml(machines + link + "true\n"))
+    assert cluster.relayed == {("a", "b")}
+    assert parse_machines(parse_toml(dump_machines(cluster))).relayed == {("a", "b")}
+    with pytest.raises(ProfileError, match="relayed must be true or false, got 1"):
+        parse_machines(parse_toml(machines + link + "1\n"))

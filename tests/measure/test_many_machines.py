@@ -40,6 +40,8 @@ class Table:
             world_size=NUM,
             addresses=dict.fromkeys(range(NUM)),
             link_secrets={},
+            relayed=(),
+            routes=lambda here, peers, timeout_s: {},
             share=share,
             on_abort=lambda callback: None,
         )
@@ -51,8 +53,11 @@ class Open:
     def __init__(self, rank: int) -> None:
         self.peers = {peer: object() for peer in range(NUM) if peer != rank}
         self.rank = rank
+        self.here = ""
 
-    def open(self, addresses: object, timeout_s: float, secrets: object) -> dict[int, str]:
+    def open(
+        self, addresses: object, timeout_s: float, secrets: object, routes: object
+    ) -> dict[int, str]:
         return {BLOCKED[1]: "firewall"} if self.rank == BLOCKED[0] else {}
 
     def drop(self, peer: int) -> None:

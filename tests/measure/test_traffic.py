@@ -98,3 +98,9 @@ def test_more_bytes_than_were_sent_are_refused(sockets: PeerSockets) -> None:
     into._received = 6
     with pytest.raises(TransferError, match="6 bytes came of 5 that were sent"):
         into.step(0.0)
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_receipt_of_what_was_not_sent_is_refused(relayed: bool) -> None:
+    with pytest.raises(TransferError, match="it says that it has 1 bytes of 0"):
+        Outflow([], 0.1, 1.0, relayed=relayed).hear(1)
