@@ -89,10 +89,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": BELOW_TRAINING | {"engine", "measure", "processes"},
     "epoch": BELOW_TRAINING | {"engine", "memory", "keeper", "processes", "run"},
     "agent": BELOW_TRAINING | {"epoch", "memory", "keeper", "processes", "run"},
+    "supervisor": BELOW_TRAINING | {"agent", "epoch", "processes", "run"},
     "watch": BELOW_TRAINING | {"memory", "agent"},  # it asks a coordinator as `dpipe status` does
     "baselines": BELOW_TRAINING | {"engine", "processes", "run"},
     "bench": BELOW_TRAINING | {"engine", "processes", "run", "baselines"},
-    "cli": BELOW_TRAINING | {"agent", "engine", "measure", "processes", "run", "bench", "watch"},
+    "cli": BELOW_TRAINING
+    | {"agent", "bench", "engine", "measure", "processes", "run", "supervisor", "watch"},
     "__init__": BELOW_CONFIG | {"config", "timeline", "run"},  # for type checkers: it is lazy
     "__main__": {"cli"},
 }

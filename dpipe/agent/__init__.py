@@ -5,7 +5,6 @@ job.py             what that asks of the job
 digests.py         what ranks say of the copies that others keep of their layers
 knocking.py        whether a process whose connection broke is still there
 coordinate.py      what `dpipe coordinate` does: check the job, keep the journal, serve the agents
-local_machines.py  what `dpipe launch --spares` does: machines that are processes of this one
 standing.py        who has which rank, since when and how fast, as `dpipe status` shows it
 goodput.py         what a run has lost to machines that came and went
 rows.py            metrics.jsonl of a run whose rank 0 moves from machine to machine

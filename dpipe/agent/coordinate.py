@@ -54,6 +54,8 @@ _MOVE_S = 15.0  # what it costs to stop, seat machines anew and go on
 class OwnMachines(Protocol):
     """Machines that end with the coordinator, which started them."""
 
+    are_all: bool  # the run has no others: all reach its folder, and none outlives its coordinator
+
     def start(self, port: int, folder: Path) -> None:
         """The run is in `folder`, and its coordinator listens on `port`."""
 
@@ -77,7 +79,7 @@ def coordinate(
     folder of a run that has finished.
 
     `token`: in the place of the environment's. With `machines`, which are not there when this is
-    started again, it stops after a checkpoint.
+    started again, it stops after a checkpoint, and all machines of the run with it.
 
     Raises `InputError` for what can be mended before, `RunError` where the run has failed.
     """
@@ -93,10 +95,12 @@ def coordinate(
     ):
         journal = _journal(folder, stack)
         save_configuration(folder, run_plan.config)
-        job = PlannedJob(run_plan, folder, stack, in_folder=machines is not None)
+        has_all = machines is not None and machines.are_all
+        job = PlannedJob(run_plan, folder, stack, in_folder=has_all)
         serving = replace(
             _serving(config, token),
-            local=machines is not None,
+            is_alone=has_all,
+            saves_when_stopped=machines is not None,
             bind=host,
             port=port,
             patience_s=patience_s,

@@ -69,8 +69,9 @@ class Serving:
     patience_s: float = 30.0
     # Of the epochs' own coordinators, in turns: one may still close as the next one opens.
     epoch_ports: Sequence[int] = (0,)
-    # Machines are processes of the coordinator's: they end with it, and write checkpoints for that.
-    local: bool = False
+    # No machine outlives the coordinator: none of before comes back to one that is started again.
+    is_alone: bool = False
+    saves_when_stopped: bool = False  # a rank that is told to stop writes a checkpoint
 
 
 @dataclass(eq=False)
@@ -163,6 +164,7 @@ class ElasticServer:
         with self._lock:
             for agent_id in self._connections:
                 self.release(agent_id)
+            self._journal.put("rested_after", str(self._rendezvous.epoch))
         return self._rendezvous.is_at_rest
 
     def wait_for_agents(self, timeout_s: float) -> None:
@@ -391,7 +393,7 @@ class ElasticServer:
             sources={layer: list(keepers) for layer, keepers in epoch.sources.items()},
             digests=self._digests.resumed_at(epoch.resume_step),
             guards=list(epoch.guards[rank]),
-            saves_when_stopped=self._settings.local,
+            saves_when_stopped=self._settings.saves_when_stopped,
         )
 
     def _newest_kept(self) -> int:
@@ -504,8 +506,9 @@ class ElasticServer:
         return messages.JobOffer(version=__version__, config=config, layer_costs=costs)
 
     def status(self, rows_from: int | None = None) -> dict[str, Any]:
-        now = time.monotonic()
         with self._lock:
+            # With the lock: what was heard before it was got has come before now.
+            now = time.monotonic()
             rendezvous = self._rendezvous
             rows: list[str] = []
             if rows_from is not None:
@@ -538,8 +541,10 @@ class ElasticServer:
 
 def _past(journal: RunJournal, settings: Serving) -> Past:
     past = journal.past()
-    # Nobody of before comes back.
-    return replace(past, seats=()) if settings.local else past
+    epoch = past.resumed_at[-1][0] if past.resumed_at else 0
+    # Nobody of before comes back, where all were told to go.
+    has_rested = journal.get("rested_after") == str(epoch)
+    return replace(past, seats=()) if settings.is_alone or has_rested else past
 
 
 def _handler(server: ElasticServer) -> grpc.GenericRpcHandler:

@@ -47,6 +47,11 @@ def _planned(
 )
 @PLAN
 @click.option("--name", help="With --plan: what it calls this machine; default: its host name.")
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    help="Processes beyond the ranks, which take the ranks of those that are lost.",
+)
 @TRUST_CODE
 @resuming
 def train(
@@ -55,6 +60,7 @@ def train(
     machines: tuple[str, ...],
     plan: str | None,
     name: str | None,
+    spares: int | None,
     **flags: Any,
 ) -> None:
     """Train one rank in this process.
@@ -70,7 +76,13 @@ def train(
     The same under torchrun or Slurm:
       torchrun --nproc-per-node 4 -m dpipe train job.toml
       srun dpipe train job.toml
+    \b
+    A job of four ranks that goes on where one is killed:
+      srun --ntasks 5 --no-kill dpipe train job.toml --spares 1
     """
+    if spares is not None:
+        _train_elastic(config, overrides + machines, spares, plan=plan, name=name, **flags)
+        return
     with imported_for_good():
         from dpipe.run.api import train as train_here
         from dpipe.run.start import refuse_other_machine  # what `train_here` would import
@@ -88,6 +100,48 @@ def train(
         from dpipe.watch.report import write_at_end
 
         write_at_end(folder, trust_code=flags["trust_code"])
+
+
+def _train_elastic(
+    config: str,
+    overrides: tuple[str, ...],
+    spares: int,
+    *,
+    rank: int | None,
+    world_size: int | None,
+    coordinator: str | None,
+    trust_code: bool,
+    **others: Any,
+) -> None:
+    from dpipe.report.display import lasting
+    from dpipe.supervisor.given_processes import train_elastic
+
+    if others.pop("plan") or others.pop("name"):
+        raise click.UsageError("--plan places each rank on a machine, and --spares moves them")
+    if others.pop("timeout_s") is not None:
+        raise click.UsageError("--spares waits as long as timeouts.join says")
+    _refuse_resuming(**others)
+    folder = train_elastic(
+        config,
+        overrides,
+        spares,
+        rank=rank,
+        world_size=world_size,
+        coordinator=coordinator,
+        trust_code=trust_code,
+        say=partial(click.echo, file=lasting(sys.stderr)),
+    )
+    if folder is not None:
+        from dpipe.watch.report import write_at_end
+
+        write_at_end(folder, trust_code=trust_code)
+
+
+def _refuse_resuming(*, resume: str | None, fallback: bool, change: tuple[str, ...]) -> None:
+    if resume or fallback or change:
+        raise click.UsageError(
+            "--spares goes on by itself: start the same command again, without --resume"
+        )
 
 
 @click.command()
@@ -147,16 +201,11 @@ def _launch_elastic(
     *,
     num_ranks: int | None,
     trust_code: bool,
-    resume: str | None,
-    fallback: bool,
-    change: tuple[str, ...],
+    **resuming: Any,
 ) -> None:
-    from dpipe.agent.local_machines import launch_elastic
+    from dpipe.supervisor.local_machines import launch_elastic
 
-    if resume or fallback or change:
-        raise click.UsageError(
-            "--spares goes on by itself: start the same command again, without --resume"
-        )
+    _refuse_resuming(**resuming)
     if num_ranks is not None:
         raise click.UsageError("--spares takes as many ranks as CONFIG says: set pipeline.stages")
     from dpipe.watch.report import write_at_end

@@ -37,6 +37,11 @@ def check_elastic(config: Config) -> None:
             "an elastic run is cut before anything is measured: set pipeline.split to "
             '"estimated", or to that of a plan'
         )
+    if config.pipeline.plan == "auto":
+        raise ConfigError(
+            "an elastic run has the cut that its job says, whichever machines join: leave "
+            'pipeline.plan = "auto" out, or take what `dpipe plan` says'
+        )
     if config.train.patience is not None:
         raise ConfigError(
             "train.patience ends a run early, and a run whose machines come and go ends at "

@@ -11,10 +11,13 @@ B batch · T position · D width · V vocabulary · Q query · K key
 # ruff: noqa: N803, N806 - shape suffixes
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -138,9 +141,27 @@ class HubBlock(nn.Module):
         keys = self.keys
         num_seen = 0 if keys is None else int(keys.get_seq_length(self.number))
         arguments = self.context.of(x_BTD, positions_BT, num_seen)
+        # Without values, only sizes are asked for.
+        sized = x_BTD.is_meta or isinstance(x_BTD, FakeTensor)
         # While it trains, without a cache: it would keep the keys of one micro-batch for the next.
-        x_BTD = self.block(x_BTD, past_key_values=keys, use_cache=keys is not None, **arguments)
+        with _GroupedSizes() if sized else nullcontext():
+            x_BTD = self.block(x_BTD, past_key_values=keys, use_cache=keys is not None, **arguments)
         return x_BTD if positions_BT is None else (x_BTD, positions_BT)
+
+
+class _GroupedSizes(TorchFunctionMode):
+    """Inside, a product with the matrices of experts [E, K, N] is one with the first of them, which
+    takes as many operations and as much memory: torch's rule for the sizes of a grouped product
+    refuses all precisions but bf16, though its kernels compute in fp32 too.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in (torch.nn.functional.grouped_mm, torch._grouped_mm):
+            return func(*args, **(kwargs or {}))
+        x, experts = args[:2]
+        return x @ experts[0]
 
 
 class HubHead(nn.Module):

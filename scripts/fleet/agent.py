@@ -121,6 +121,7 @@ def status(spec: dict[str, Any]) -> dict[str, Any]:
         "ranks": {rank.number: rank.state() | _tail(rank, spec["lines"]) for rank in ranks_of(run)}
         if run
         else {},
+        "elastic": bool(run and _about(run).get("elastic", False)),
         "shaped": _read(SHAPED),
     }
 
@@ -152,7 +153,7 @@ def start(spec: dict[str, Any]) -> dict[str, Any]:
     for old in (*folder.glob("rank-*.pid"), *folder.glob("rank-*.exit")):
         old.unlink()
     _write_files(folder, spec["files"])
-    _write(folder / "run.json", {"folder": spec["folder"]})
+    _write(folder / "run.json", {"folder": spec["folder"], "elastic": spec["elastic"]})
     (RUNS / "current").write_text(run, encoding="utf-8")
     ranks = [Rank(run, each["rank"]) for each in spec["ranks"]]
     offsets = {rank.number: rank.log_bytes for rank in ranks}
@@ -294,7 +295,11 @@ def checkpoints(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder_of(run: str) -> Path:
-    return SOURCE / str((_read(RUNS / run / "run.json") or {}).get("folder", "-"))
+    return SOURCE / str(_about(run).get("folder", "-"))
+
+
+def _about(run: str) -> dict[str, Any]:
+    return _read(RUNS / run / "run.json") or {}
 
 
 def shape(spec: dict[str, Any]) -> dict[str, Any]:

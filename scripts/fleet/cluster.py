@@ -157,6 +157,12 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
     help="With --resume: if the newest checkpoint is damaged, use the one before.",
 )
 @click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    help="Slots beyond the ranks: a run that goes on where a host is lost, except that of rank 0. "
+    "It needs run.checkpoint_url.",
+)
+@click.option(
     "--trust-code",
     is_flag=True,
     help="Let model.layers name code outside the working folder, here and on every host.",
@@ -187,11 +193,9 @@ def run(
         offsets = job.start(the_job, used)
         _say(f"run {the_job.name}: {len(the_job.ranks)} ranks on {len(used)} hosts")
         if not detach or received:
-            sys.exit(
-                attend(
-                    Watch(the_job.name, offsets), used, the_job.name, received, show=_show, say=_say
-                )
-            )
+            watch = Watch(the_job.name, offsets)
+            following = partial(attend, show=_show, say=_say, is_elastic=the_job.is_elastic)
+            sys.exit(following(watch, used, the_job.name, received))
 
 
 @main.command()
@@ -328,7 +332,9 @@ def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: 
     watch = Watch(name, offsets, wait=follow)
     if follow:
         with signals() as received:
-            sys.exit(attend(watch, list(offsets), name, received, show=_show, say=_say))
+            is_elastic = any(state["elastic"] for state in with_run.values())
+            following = partial(attend, show=_show, say=_say, is_elastic=is_elastic)
+            sys.exit(following(watch, list(offsets), name, received))
     with watch:
         for event in watch:
             if isinstance(event, Line):

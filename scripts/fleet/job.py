@@ -18,6 +18,7 @@ from dpipe.machines.file import lists_machines
 from dpipe.plan.on_machines import placement_of
 from dpipe.planner.fits import planned
 from dpipe.planner.plan_file import load_plan
+from dpipe.supervisor.given_processes import check_job
 from dpipe.toml import to_toml
 from fleet.hosts import HostRank, Hosts, HostsError
 from fleet.ssh import COMMAND_S, Machine, each
@@ -41,6 +42,8 @@ class Job:
     resume: bool = False
     fallback: bool = False  # to the checkpoint before, if the newest is damaged
     trust_code: bool = False  # of model.layers, wherever it is from
+    # Processes beyond the ranks, of a run that outlives its machines; None: it does not.
+    spares: int | None = None
     # Beside the configuration on each host, by name.
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,6 +60,7 @@ class Job:
         trust_code: bool = False,
         plan: Path | None = None,
         machines: Path | None = None,
+        spares: int | None = None,
     ) -> "Job":
         """With a `plan`, the job as it decides and on the hosts that it names. `machines`, by
         default those of `predict.machines` or of the hosts file, go along: a run's summary predicts
@@ -70,12 +74,12 @@ class Job:
             overrides = (*overrides, _predicting_with(machines))
         ranks: Sequence[HostRank] = ()
         if plan is not None:
-            ranks = hosts.ranks_at(load_plan(plan).seats)
+            ranks = hosts.ranks_at(_seats_of(plan, spares))
             hosts.refuse_hidden(ranks[0].host)
             overrides = _on_machines_of(hosts, path, overrides, trust_code=trust_code)
             overrides = planned(path, overrides, plan, trust_code=trust_code)
         config = load(path, overrides, trust_code=trust_code)
-        ranks = ranks or _ranks_of(config, hosts)
+        ranks = ranks or _ranks_of(config, hosts, spares)
         files = _machines_of(config)
         if files:
             overrides = (*overrides, _predicting_with(_beside_job(name, _MACHINES)))
@@ -90,8 +94,13 @@ class Job:
             resume=resume is not None,
             fallback=fallback,
             trust_code=trust_code,
+            spares=spares,
             files=files,
         )
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.spares is not None
 
     def spec(self, ranks: Sequence[HostRank], token: str) -> dict[str, Any]:
         """What the agent of one host needs to start its ranks."""
@@ -103,6 +112,7 @@ class Job:
             "files": {_JOB: self.text, **self.files},
             "folder": self.config.run.folder,
             "resume": self.resume,
+            "elastic": self.is_elastic,
             "ranks": specs,
         }
 
@@ -114,7 +124,10 @@ class Job:
         argv = ["-m", "dpipe", "train", _beside_job(self.name, _JOB)]
         for override in (*node, *self.overrides):
             argv += ["-o", override]
-        if self.resume:
+        if self.spares is not None:
+            argv += ["--spares", str(self.spares)]
+        # An elastic run goes on where there is one.
+        elif self.resume:
             argv += ["--resume", self.config.run.folder]
         if self.fallback:
             argv += ["--fallback"]
@@ -132,11 +145,21 @@ class Job:
         }
 
 
-def _ranks_of(config: Config, hosts: Hosts) -> list[HostRank]:
-    """As many as the job has; where these are to be planned as they join, one on each slot."""
-    if config.pipeline.plan == "auto":
+def _seats_of(plan: Path, spares: int | None) -> tuple[str, ...]:
+    if spares is not None:
+        raise HostsError("--plan places each rank on a host, and --spares moves them")
+    return load_plan(plan).seats
+
+
+def _ranks_of(config: Config, hosts: Hosts, spares: int | None) -> list[HostRank]:
+    """As many as the job has, and its spares; where these are to be planned as they join, one on
+    each slot. Raises what each process would of a job that does not outlive its machines.
+    """
+    if spares is not None:
+        check_job(config)
+    elif config.pipeline.plan == "auto":
         return hosts.ranks(hosts.num_slots)
-    return hosts.ranks(config.world_size)
+    return hosts.ranks(config.world_size + (spares or 0))
 
 
 def _named(path: Path, given: str | None) -> str:

@@ -166,12 +166,16 @@ def attend(
     *,
     show: Callable[[Line], None],
     say: Say,
+    is_elastic: bool = False,
 ) -> int:
     """Show a run until it has ended; returns the exit code of the first rank that failed, or 0.
 
     On the first signal in `received` the ranks stop after the current step with a checkpoint; on a
     second one they are killed. If a rank fails, the others hear of it from the coordinator and
     stop; they are killed if that takes longer than GRACE_S.
+
+    One that `is_elastic` outlives every process but the first, which coordinates it: its exit code
+    is the run's.
     """
     outcomes: list[Ended] = []
     deadline: float | None = None
@@ -183,7 +187,9 @@ def attend(
                     show(event)
                 case Ended():
                     outcomes.append(event)
-                    if event.code != 0 and deadline is None:
+                    if event.code != 0 and is_elastic and event.rank != 0:
+                        say(f"{event}; the run goes on")
+                    elif event.code != 0 and deadline is None:
                         deadline = time.monotonic() + GRACE_S
                         say(f"{event}; the others stop")
             if len(received) > handled:
@@ -192,6 +198,8 @@ def attend(
             if deadline is not None and time.monotonic() > deadline:
                 deadline = float("inf")
                 _stop(machines, run, 2, say)
+    if is_elastic:
+        outcomes = [outcome for outcome in outcomes if outcome.rank == 0]
     return conclude(outcomes, say)
 
 

@@ -78,12 +78,29 @@ def step_s(link: Link, micro_batch: int) -> float:
     return simulate_alone(Scenario(schedule, cost, network)).duration_us / 1e6
 
 
+def computing_s(micro_batch: int) -> float:
+    """A step without a network: the least that any row of this micro-batch may be predicted."""
+    pipeline_us = (FORWARD_MS.value + BACKWARD_MS.value) * 1e3 * micro_batch
+    return (BATCH // micro_batch + NUM_STAGES - 1) * pipeline_us / 1e6
+
+
 def note(rows: Sequence[Row]) -> str:
-    errors = [abs(row.error_percent) for row in rows]
+    largest = max(row.micro_batch for row in rows)
+    without = [row for row in rows if row.micro_batch < largest and row.bandwidth_gbps > 1]
+    computing = computing_s(largest)
+    quickest = min(row.published_s for row in rows if row.micro_batch == largest)
+    more = (computing / quickest - 1) * 100
     return (
-        f"{len(rows)} rows, none of them fitted: mean error {sum(errors) / len(errors):.1f} %, "
-        f"largest {max(errors):.1f} %."
+        f"{len(rows)} rows, none of them fitted: {_errors(rows)}. Computing alone is predicted to "
+        f"take {computing:.2f} s with micro-batch {largest}, {more:.1f} % more than its quickest "
+        f"row took with a network. Without that micro-batch, and above 1 Gbit/s: {len(without)} "
+        f"rows, {_errors(without)}."
     )
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    errors = [abs(row.error_percent) for row in rows]
+    return f"mean error {sum(errors) / len(errors):.1f} %, largest {max(errors):.1f} %"
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:

@@ -66,6 +66,10 @@ class Forks:
         """A `dpipe` command, whose output goes to NAME.log; on a host of a lab."""
         self._start(name, "-m", "dpipe", *argv, host=host)
 
+    def start_python(self, name: str, *argv: str) -> None:
+        """What Python is told to run."""
+        self._start(name, *argv)
+
     def start_jumping(self, name: str, *argv: str) -> None:
         """The same, in a process whose clock jumps by two days between any two looks at it."""
         self._start(name, "-c", JUMPING, *argv)

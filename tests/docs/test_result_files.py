@@ -192,3 +192,29 @@ def test_memory_of_published_models() -> None:
     rows = [[family, *(cells.get(way, "") for way in ways)] for family, cells in worst.items()]
     assert len(rows) == 15
     assert table("Memory", DOCS / "fine-tuning.md") == rows
+
+
+def test_what_micro_batches_leave_unexplained() -> None:
+    """The page says by how much a step becomes longer on a slower or a longer link."""
+    with (KEPT / "sim/gpt3xl_gpipe_micro_batches.csv").open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    cells = {(row["delay_ms"], row["bandwidth_gbps"], row["micro_batch"]): row for row in rows}
+
+    def longer_s(delay_ms: str, gbps: str, key: str) -> list[float]:
+        """Than at 0.1 ms and 10 Gbit/s, by micro-batch."""
+        return [
+            float(cells[delay_ms, gbps, size][key]) - float(cells["0.1", "10", size][key])
+            for size in ("1", "2", "3")
+        ]
+
+    section = " ".join(text_of(RESULTS).split())
+    first, second, third = longer_s("0.1", "1", "published_s")
+    assert f"became {first:.1f}, {second:.1f} and {third:.1f} s longer" in section
+    first, second, third = longer_s("0.1", "1", "predicted_s")
+    assert f"simulated {first:.1f}, {second:.1f} and {third:.1f} s" in section
+    published = longer_s("10", "10", "published_s")
+    simulated = longer_s("10", "10", "predicted_s")
+    said = f"became {min(published):.1f} to {max(published):.1f} s longer, simulated "
+    assert f"{said}{min(simulated):.1f} to {max(simulated):.1f} s" in section
+    more_ms = [1e3 * (a - b) / 22 for a, b in zip(published, simulated, strict=True)]
+    assert median(more_ms) == pytest.approx(40, abs=2)

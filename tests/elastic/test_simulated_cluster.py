@@ -4,10 +4,12 @@ that the simulation finds what it is there to find: a policy that is wrong in on
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from simulated.cluster import SimulatedCluster
 from simulated.faults import simulate
+from simulated.machine import Machine
 from simulated.truth import BrokenPromise
 
 from dpipe.elastic.attendance import Attendance
@@ -59,6 +61,79 @@ def test_second_loss_costs_nothing_once_the_resumed_copies_have_arrived(seed: in
         if len(cluster.truth.epochs) > num_epochs:
             assert cluster.journal.epochs[-1].resume_step >= resumed
             resumed = cluster.journal.epochs[-1].resume_step
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A rank of a run with a spare of which nothing is heard for some seconds, from step 3 on."""
+
+    cluster: SimulatedCluster
+    machine: Machine
+
+    @classmethod
+    def of(cls, how: str, seconds: float, seed: int) -> "Silence":
+        cluster = SimulatedCluster(seed, num_steps=150, silence_s=40.0)
+        cluster.saves = False
+        for _ in range(cluster.world_size + 1):
+            cluster.start_machine()
+        cluster.clock.run(600.0, lambda: cluster.journal.newest_step >= 3)
+        seats = cluster.journal.epochs[-1].seats
+        machine = cluster.machines[cluster.random.choice(seats)]
+        # Anywhere in a step.
+        after_s = cluster.random.uniform(0.0, 1.5)
+        cluster.clock.after(after_s, _SILENCES[how], cluster, machine, seconds)
+        cluster.clock.run(cluster.clock.now + 900.0, lambda: cluster.journal.is_over)
+        assert cluster.journal.is_over, "\n".join(cluster.notes)
+        cluster.truth.finished(cluster.num_steps)
+        return cls(cluster, machine)
+
+
+def _pause(cluster: SimulatedCluster, machine: Machine, seconds: float) -> None:
+    machine.paused_until = cluster.clock.now + seconds
+
+
+def _cut(cluster: SimulatedCluster, machine: Machine, seconds: float) -> None:
+    for way in (cluster.cuts, cluster.deaf):
+        way.add(machine.name)
+        cluster.clock.after(seconds, way.discard, machine.name)
+    # What was sent meanwhile is lost with its connection.
+    cluster.clock.after(seconds * cluster.random.random(), cluster.break_connection, machine)
+
+
+_SILENCES = {"pause": _pause, "cut": _cut}
+
+
+@pytest.mark.parametrize("how", _SILENCES)
+@pytest.mark.parametrize("seconds", [5.0, 20.0])
+def test_short_silence_is_waited_out(how: str, seconds: float) -> None:
+    """With the default `timeouts.heartbeat` of 40 s: the epoch goes on, and repeats nothing."""
+    for seed in range(10):
+        silence = Silence.of(how, seconds, seed)
+        story = "\n".join(silence.cluster.notes)
+        assert len(silence.cluster.truth.epochs) == 1, story
+        assert silence.cluster.truth.num_repeated == 0, story
+
+
+@pytest.mark.parametrize("how", _SILENCES)
+def test_long_silence_is_a_loss_and_who_comes_back_is_a_spare(how: str) -> None:
+    for seed in range(10):
+        silence = Silence.of(how, 60.0, seed)
+        story = "\n".join(silence.cluster.notes)
+        assert len(silence.cluster.truth.epochs) == 2, story
+        assert silence.machine.name not in silence.cluster.journal.epochs[-1].seats, story
+        joined = f"{silence.machine.name} ({silence.machine.name}) joined"
+        assert story.count(joined) == 2, story
+
+
+def test_links_full_of_data_lose_nobody_within_an_hour() -> None:
+    """Whatever is said waits 4 s behind the data: 5 MB in a queue before 10 Mbit/s."""
+    cluster = SimulatedCluster(0, num_steps=100_000, silence_s=40.0, whole_s=4.0)
+    for _ in range(cluster.world_size + 1):
+        cluster.start_machine()
+    cluster.clock.run(3600.0, lambda: False)
+    assert cluster.journal.newest_step > 300
+    assert len(cluster.truth.epochs) == 1
+    assert not [note for note in cluster.notes if "lost" in note]
 
 
 def copied(cluster: SimulatedCluster) -> int:

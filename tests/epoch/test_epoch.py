@@ -257,6 +257,7 @@ def _left_behind(most: list[int] | None) -> tuple[int, int]:
     ("keys", "message"),
     [
         ({"tensor_parallel__size": 2}, "keeps each layer whole on a rank"),
+        ({"pipeline__plan": "auto"}, "the cut that its job says"),
         ({"pipeline__split": "measured"}, "cut before anything is measured"),
         ({"pipeline__wire": "int4+feedback"}, "does not send the same twice"),
         ({"pipeline__schedule": "2bw"}, "where steps overlap there are two"),

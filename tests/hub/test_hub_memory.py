@@ -1,9 +1,12 @@
-"""What stages of a published model hold is measured once for all that are made of the same."""
+"""What the stages of a published model hold: measured once for all that are made of the same, and
+as torch's memory tracker says.
+"""
 
 import json
 from dataclasses import replace
 
 import pytest
+from support.published_memory import SIZES, configured, predicted_and_measured
 
 from dpipe.config.load import build
 from dpipe.plan.run_plan import first_inputs, make_model, stage_runner
@@ -53,3 +56,20 @@ def test_simulate_needs_the_configuration_of_a_model_alone(tmp_path):
     predicted = json.loads(forecast_text(str(job), (), None, as_json=True))
     assert predicted["step_s"] > 0
     assert predicted["memory"][0]["total"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("llama", "LoRA on nf4, bf16"),
+        ("gemma2", "full"),
+        ("gpt2", "LoRA, bf16"),
+        ("mixtral", "full, recomputed"),
+        ("qwen3", "LoRA on int8"),
+    ],
+)
+def test_ranks_hold_what_was_predicted_from_the_configuration(family, way, tmp_path):
+    model = published.save(family, tmp_path / "model", **SIZES)
+    for predicted, held in predicted_and_measured(configured(model, way)):
+        assert predicted == pytest.approx(held, rel=0.03)

@@ -124,6 +124,23 @@ def test_summary_of_table_1_matches_its_rows() -> None:
     assert f"nine others have a mean error of {sum(errors) / 9:.1f} %" in page
 
 
+def test_errors_of_interleaved_rows_are_those_that_the_readme_says() -> None:
+    cases = EXPERIMENTS["table_1"].cases
+    rows = list(zip(cases, kept("table_1"), strict=True))
+    errors = {
+        interleaved: [
+            abs(float(row["error_percent"]))
+            for case, row in rows
+            if (case.stages_per_rank > 1) is interleaved and case.tensor == 8
+        ]
+        for interleaved in (False, True)
+    }
+    text = " ".join((ROOT / "scripts/sc21/README.md").read_text(encoding="utf-8").split())
+    means = {interleaved: f"{sum(each) / len(each):.1f} %" for interleaved, each in errors.items()}
+    assert f"interleaved rows are still {means[True]} too fast" in text
+    assert f"not interleaved (2.4 % on average, now {means[False]})" in text
+
+
 def test_every_assumption_says_where_it_is_from() -> None:
     assert all(parameter.origin.startswith(ORIGINS) for parameter in PARAMETERS)
 

@@ -13,7 +13,6 @@ from simulated.truth import INITIAL, BrokenPromise, Truth
 
 _NOTICE_S = 0.5  # until the other end of a connection sees that a process has ended
 _REDIAL_S = 0.5
-_WHOLE_S = 0.02  # most of the delay of a message
 
 
 class SimulatedCluster:
@@ -24,6 +23,8 @@ class SimulatedCluster:
         world_size: int = 4,
         num_steps: int = 8,
         fewest: int = 1,
+        silence_s: float = 4.0,
+        whole_s: float = 0.02,
         rendezvous: Callable[..., Rendezvous] = Rendezvous,
     ) -> None:
         self.random = random.Random(seed)
@@ -33,9 +34,10 @@ class SimulatedCluster:
         self.num_steps = num_steps
         self.fewest = fewest
         self.guard_every = 3
-        self.silence_s = 4.0
-        self.wait_s = 15.0
-        self.patience_s = 6.0
+        self.silence_s = silence_s
+        self.wait_s = 3.75 * silence_s
+        self.patience_s = 1.5 * silence_s
+        self.whole_s = whole_s  # most of the delay of a message
         self.rendezvous_of = rendezvous
         self.truth = Truth(self.num_layers)
         self.machines: dict[str, Machine] = {}
@@ -129,7 +131,9 @@ class SimulatedCluster:
     def to_head(self, machine: Machine, kind: str, *args: Any) -> None:
         if machine.name in self.cuts or machine.connection is None or self.head is None:
             return
-        self.clock.after(_WHOLE_S, self._hear, self.head, machine, machine.connection, kind, args)
+        self.clock.after(
+            self.whole_s, self._hear, self.head, machine, machine.connection, kind, args
+        )
 
     def _hear(
         self, head: Head, machine: Machine, connection: object, kind: str, args: tuple[Any, ...]
@@ -141,7 +145,7 @@ class SimulatedCluster:
         if machine.name in self.deaf:
             return
         self.clock.after(
-            _WHOLE_S, machine.run, self._told, machine, machine.connection, kind, args, options
+            self.whole_s, machine.run, self._told, machine, machine.connection, kind, args, options
         )
 
     def _told(
@@ -158,7 +162,7 @@ class SimulatedCluster:
     # The coordinator of an epoch
 
     def to_server(self, work: Work, kind: str, *args: Any) -> None:
-        delay_s = _WHOLE_S * self.random.random()
+        delay_s = self.whole_s * self.random.random()
         self.clock.after(delay_s, self._serve, work, kind, args, self.clock.now)
 
     def _serve(self, work: Work, kind: str, args: tuple[Any, ...], sent_at: float) -> None:
@@ -196,7 +200,7 @@ class SimulatedCluster:
             work.commit(stops=stops, agreed=agreed)
 
     def _tell(self, work: Work, event: Callable[..., None], *args: Any) -> None:
-        delay_s = _WHOLE_S * self.random.random()
+        delay_s = self.whole_s * self.random.random()
         self.clock.after(delay_s, self._reach, work, event, args, self.clock.now)
 
     def _reach(
@@ -222,7 +226,7 @@ class SimulatedCluster:
             return
         server.is_open = False
         for work in server.ranks.values():
-            delay_s = self.silence_s if work.machine.name in self.deaf else _WHOLE_S
+            delay_s = self.silence_s if work.machine.name in self.deaf else self.whole_s
             self.clock.after(
                 delay_s, work.machine.run, work.end, EpochOutcome.ABORTED, "the epoch is over"
             )
@@ -232,7 +236,7 @@ class SimulatedCluster:
         server = self._server_of(work)
         finished = work.state == self.num_steps
         if server is not None and work.rank in server.ranks and not finished:
-            self.clock.after(_WHOLE_S, self.close, server)
+            self.clock.after(self.whole_s, self.close, server)
 
     def works_alone(self, work: Work) -> None:
         """A rank without others makes a step: nobody else may have its seat."""

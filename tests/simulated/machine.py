@@ -54,7 +54,8 @@ class Machine:
     def tick(self) -> None:
         self.attendance.tick(self.cluster.clock.now)
         if not self.attendance.is_out:
-            self.after(self.cluster.silence_s / 6, self.tick)
+            # As rarely as `Attendance` allows, and as a machine's clock does at the least.
+            self.after(min(self.cluster.silence_s / 6, 1.0), self.tick)
 
     def die(self) -> None:
         self.is_alive = False

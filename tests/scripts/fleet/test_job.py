@@ -7,7 +7,7 @@ from fleet.hosts import HostsError, load_hosts
 from fleet.job import Job
 
 from dpipe.config.load import load
-from dpipe.errors import ConfigError, ProfileError
+from dpipe.errors import ConfigError, DpipeError, ProfileError
 from dpipe.planner.plan_file import Plan, dump_plan
 
 HOSTS = """
@@ -56,6 +56,26 @@ def test_resumed_run_keeps_its_name_and_folder(job):
     assert resumed.argv(resumed.ranks[0])[-3:] == ["--resume", "runs/n", "--fallback"]
     trusted = job(trust_code=True)
     assert trusted.argv(trusted.ranks[0])[-1] == "--trust-code"
+
+
+def test_spares_take_slots_beyond_the_ranks(job):
+    elastic = job("pipeline.stages=2", 'run.checkpoint_url="s3://b/run"', spares=1, resume="n")
+    assert len(elastic.ranks) == 3
+    # It goes on where there is a run, without being told.
+    assert elastic.argv(elastic.ranks[0])[-2:] == ["--spares", "1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "words"),
+    [
+        (("pipeline.stages=2",), {}, r"set run\.checkpoint_url"),
+        (('run.checkpoint_url="s3://b/run"',), {}, "4 ranks need as many slots"),
+        ((), {"plan": "plan.toml"}, "--spares moves them"),
+    ],
+)
+def test_spares_that_cannot_be_are_refused(overrides, given, words, job):
+    with pytest.raises(DpipeError, match=words):
+        job(*overrides, spares=1, **given)
 
 
 def test_folder_that_is_given_stays(job):

@@ -77,6 +77,25 @@ def test_killed_rank_is_reported_with_its_signal(cloud):
     assert f"rank 0 on 127.0.0.1:{cloud.port}: ended well" in done.output
 
 
+def test_elastic_run_outlives_every_process_but_the_first(cloud):
+    cloud.play("if rank: sys.exit(3)\ntime.sleep(1)")
+    elastic = ("-o", "pipeline.stages=1", "-o", "run.checkpoint_url='s3://b/r'", "--spares", "1")
+    done = cloud.run("--name", "r", *elastic)
+    assert done.exit_code == 0, done.output
+    assert f"rank 1 on 127.0.0.2:{cloud.port}: exit code 3; the run goes on" in done.output
+    followed_later = cloud("logs", "-f")
+    assert followed_later.exit_code == 0, followed_later.output
+
+
+def test_elastic_run_ends_with_the_process_that_coordinates_it(cloud, monkeypatch):
+    monkeypatch.setattr(watch, "GRACE_S", 0.3)
+    cloud.play("if rank == 0: sys.exit(3)\ntime.sleep(60)")
+    elastic = ("-o", "pipeline.stages=1", "-o", "run.checkpoint_url='s3://b/r'", "--spares", "1")
+    done = cloud.run("--name", "r", *elastic)
+    assert done.exit_code == 3
+    assert f"rank 0 on 127.0.0.1:{cloud.port}: exit code 3; the others stop" in done.output
+
+
 def test_interrupt_asks_for_a_checkpoint(cloud, later):
     cloud.play(UNTIL_STOPPED)
     later(ready(cloud), lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -10,12 +10,8 @@ Ctrl-C or SIGTERM    the step under way ends, a checkpoint is written, all end; 
 the launcher dies    the kernel sends each machine SIGTERM
 """
 
-import json
-import os
 import secrets
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,19 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpipe.agent.coordinate import coordinate
-from dpipe.config.load import Config, load
-from dpipe.config.run import NodeConfig
+from dpipe.config.load import load
 from dpipe.errors import RunError
-from dpipe.plan.run_plan import local_device
-from dpipe.processes import leash
 from dpipe.processes.environment import environment
 from dpipe.processes.launch import open_log
+from dpipe.supervisor.machine_process import MachineProcess, how_it_ended, kill_group
 
 _END_S = 10.0  # for the machines to end once the run is over
 _MOST_IN_A_ROW = 5  # machines that end before the run has come a step further
 _TAIL_BYTES = 2000
-# Its keys are a machine's own; a secret is no part of a command line.
-_NOT_TOLD = {"token", "port", "device"}
 
 
 def launch_elastic(
@@ -55,7 +47,9 @@ def launch_elastic(
     config = load(path, overrides, trust_code=trust_code)
     own = environment()
     token = config.node.token or own.get("DPIPE_TOKEN") or secrets.token_urlsafe(16)
-    machines = LocalMachines(config, spares, token, trust_code=trust_code, say=say)
+    # Their coordinator is this process, which does not come back.
+    process = MachineProcess(config.node, token, _END_S, _END_S, trust_code)
+    machines = LocalMachines(process, config.world_size + spares, say=say)
     try:
         return coordinate(
             path,
@@ -80,22 +74,27 @@ class _Machine:
 
 
 class LocalMachines:
-    """See `coordinate.OwnMachines`. Used by one thread."""
+    """See `coordinate.OwnMachines`. Used by one thread. `at` is the host where the coordinator
+    listens, and `slots` are those of its `num` machines.
+    """
 
     def __init__(
         self,
-        config: Config,
-        spares: int,
-        token: str,
+        process: MachineProcess,
+        num: int,
         *,
-        trust_code: bool,
         say: Callable[[str], None],
+        at: str = "127.0.0.1",
+        prefix: str = "machine-",
+        first_slot: int = 0,
+        are_all: bool = True,
     ) -> None:
-        self._config = config
-        self._num = config.world_size + spares
-        self._token = token
-        self._trust_code = trust_code
+        self.are_all = are_all
+        self._process = process
+        self._slots = range(first_slot, first_slot + num)
         self._say = say
+        self._at = at
+        self._prefix = prefix
         self._machines: list[_Machine] = []
         self._num_started = 0
         self._address = ""
@@ -104,9 +103,9 @@ class LocalMachines:
         self._in_a_row = 0
 
     def start(self, port: int, folder: Path) -> None:
-        self._address = f"127.0.0.1:{port}"
+        self._address = f"{self._at}:{port}"
         self._logs = folder / "logs"
-        for slot in range(self._num):
+        for slot in self._slots:
             self._start(slot)
 
     def look(self, newest_step: int) -> None:
@@ -118,7 +117,7 @@ class LocalMachines:
                 self._in_a_row = 0
             self._lost_at = newest_step
             self._in_a_row += 1
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            how = how_it_ended(code)
             if self._in_a_row > _MOST_IN_A_ROW:
                 raise RunError(
                     f"{self._in_a_row} machines have ended without a step between, {machine.name} "
@@ -135,39 +134,17 @@ class LocalMachines:
                 machine.process.wait(max(0.0, deadline - time.monotonic()))
         for machine in self._machines:
             if machine.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(machine.process.pid, signal.SIGKILL)
-                machine.process.wait()
+                kill_group(machine.process)
         self._machines.clear()
 
     def _start(self, slot: int) -> str:
-        name = f"machine-{self._num_started}"
+        name = f"{self._prefix}{self._num_started}"
         self._num_started += 1
         log = self._logs / f"{name}.log"
         with open_log(log) as file:
-            process = subprocess.Popen(  # noqa: S603 - this program's own command line
-                [sys.executable, "-S", leash.__file__, str(os.getpid()), *self._argv(name, slot)],
-                env={**environment(), "DPIPE_TOKEN": self._token, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
-            )
+            process = self._process.start(self._address, name, slot, file)
         self._machines.append(_Machine(slot, name, process, log))
         return name
-
-    def _argv(self, name: str, slot: int) -> list[str]:
-        node = self._config.node
-        argv = [sys.executable, "-m", "dpipe", "join", self._address, "--name", name]
-        # Its coordinator is the launcher, which does not come back.
-        argv += ["--wait", str(_END_S), "--leave-within", str(_END_S)]
-        argv += ["-o", f"node.device={json.dumps(local_device(node.device, slot))}"]
-        for key, value in node.model_dump(mode="json", exclude=_NOT_TOLD).items():
-            if value != getattr(NodeConfig(), key):
-                argv += ["-o", f"node.{key}={json.dumps(value)}"]
-        if self._trust_code:
-            argv += ["--trust-code"]
-        return argv
 
 
 def _tail(log: Path) -> str:

@@ -12,11 +12,12 @@ from click.testing import CliRunner
 from support.small_job import TEXT, small_toml
 
 from dpipe.agent.coordinate import coordinate
-from dpipe.agent.local_machines import LocalMachines
 from dpipe.cli.main import main
 from dpipe.config.load import Config, load
 from dpipe.errors import RunError
 from dpipe.report.metrics import read_rows
+from dpipe.supervisor.local_machines import LocalMachines
+from dpipe.supervisor.machine_process import MachineProcess
 
 STEPS = 80  # that a run on a fast machine has not ended when it is told to stop
 
@@ -52,7 +53,8 @@ def rows() -> list[tuple[int, float]]:
 
 
 def local(config: Config, spares: int, say: Callable[[str], None] = print) -> LocalMachines:
-    return LocalMachines(config, spares, "secret", trust_code=False, say=say)
+    process = MachineProcess(config.node, "secret", wait_s=10.0, leave_s=10.0)
+    return LocalMachines(process, config.world_size + spares, say=say)
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -99,7 +101,7 @@ def test_machines_that_end_as_fast_as_they_are_started_end_the_run(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
-    monkeypatch.setattr(LocalMachines, "_argv", lambda self, name, slot: why)
+    monkeypatch.setattr(MachineProcess, "argv", lambda self, address, name, slot: why)
     machines = local(load(job), 0)
     machines.start(7000, tmp_path)
 
@@ -114,7 +116,8 @@ def test_machines_that_end_as_fast_as_they_are_started_end_the_run(
 
 def test_node_of_the_job_is_told_to_machines_but_no_secret(job: str) -> None:
     config = load(job, ("node.threads=3", "node.token=secret"))
-    argv = local(config, 0)._argv("machine-0", 0)
+    process = MachineProcess(config.node, "secret", wait_s=10.0, leave_s=10.0)
+    argv = process.argv("127.0.0.1:7000", "machine-0", 0)
     assert "node.threads=3" in argv
     assert not [word for word in argv if "secret" in word]
 
