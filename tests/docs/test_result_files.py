@@ -218,3 +218,23 @@ def test_what_micro_batches_leave_unexplained() -> None:
     assert f"{said}{min(simulated):.1f} to {max(simulated):.1f} s" in section
     more_ms = [1e3 * (a - b) / 22 for a, b in zip(published, simulated, strict=True)]
     assert median(more_ms) == pytest.approx(40, abs=2)
+
+
+def test_how_long_a_thread_that_wakes_waits_for_a_core() -> None:
+    title = "How long a thread that wakes waits for a core"
+    kept = lines_of("wakes")
+    rows = []
+    for line in kept:
+        times = [f"{line[key]:.3f}" for key in ("mean_ms", "median_ms", "one of ten_ms")]
+        rows.append(
+            [line["run"], line["woken on"], line["which was at"], f"{line['wakes']:,}", *times]
+        )
+    assert table(title) == rows
+    both = [line for line in kept if line["run"].startswith("two stages")]
+    num_exchanges = 30 * 88  # steps, and in each step those of both stages
+    waits_ms = sum(
+        line["wakes"] * line["mean_ms"] for line in both if line["which was at"] == "the run"
+    )
+    _, _, section = text_of(RESULTS).partition(f"## {title}")
+    assert f"{sum(line['wakes'] for line in both) / num_exchanges:.0f} times" in section
+    assert f"{waits_ms / num_exchanges:.1f} ms an exchange" in section
