@@ -101,10 +101,13 @@ def clear_command(device: str) -> Argv:
 
 
 def netem(link: Link) -> Argv:
-    """`netem limit 12500 delay 50ms loss 1% rate 1gbit`: one direction of one link."""
+    """`netem limit 12500 delay 50ms loss 1% rate 1gbit`: one direction of one link. Packets that
+    are reordered leave at once, before those that wait.
+    """
     jitter = [f"{link.jitter_ms:g}ms"] if link.jitter_ms else []
     loss = ["loss", f"{link.loss_percent:g}%"] if link.loss_percent else []
-    delay = ["delay", f"{link.delay_ms:g}ms", *jitter]
+    reorder = ["reorder", f"{link.reorder_percent:g}%"] if link.reorder_percent else []
+    delay = ["delay", f"{link.delay_ms:g}ms", *jitter, *reorder]
     return [
         "netem",
         "limit",

@@ -242,7 +242,10 @@ def stated(network: Network) -> dict[str, Any]:
 
 
 def _keys(link: Link) -> dict[str, float]:
-    return {key: value for key, value in asdict(link).items() if value is not None}
+    keys = {key: value for key, value in asdict(link).items() if value is not None}
+    if not link.reorder_percent:
+        del keys["reorder_percent"]  # lines of before it was known keep their key
+    return keys
 
 
 def as_profile(network: Network) -> str:

@@ -26,6 +26,7 @@ class Link:
     jitter_ms: float = 0.0  # of the delay
     loss_percent: float = 0.0  # of the packets
     window_bytes: float | None = None  # most bytes in flight on a TCP connection; None: no limit
+    reorder_percent: float = 0.0  # of the packets: they overtake those that wait for the delay
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay_ms < math.inf:
@@ -50,6 +51,10 @@ class Link:
             )
         if self.window_bytes is not None and not 0 < self.window_bytes < math.inf:
             raise ProfileError(f"window_bytes must be a positive number, got {self.window_bytes}")
+        if not 0 <= self.reorder_percent < 100:
+            raise ProfileError(
+                f"reorder_percent must be at least 0 and below 100, got {self.reorder_percent}"
+            )
 
     @property
     def delay_us(self) -> float:
@@ -97,6 +102,15 @@ class Link:
         cubic = 2 * self.delay_ms * 1e-3 / math.pow(packets / 1.054, 4 / 3)
         most_percent = 100 * max(reno, cubic)
         return replace(self, loss_percent=min(self.loss_percent, most_percent))
+
+    def late_us(self, num_bytes: int) -> float:
+        """How much later than the delay a message is whole because of jitter, on average.
+
+        Packets stay in order behind the latest of them: of n delays that are even over the delay
+        plus or minus the jitter, the longest is jitter (n - 1) / (n + 1) above the middle.
+        """
+        packets = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
+        return self.jitter_ms * 1e3 * (packets - 1) / (packets + 1)
 
     def recovery_us(self, num_bytes: int, connections: int = 1) -> float:
         """How much later a message is whole because of loss, on average.
@@ -186,9 +200,12 @@ class Network:
         return self.link(source, target).rate_gbps(self.connections)
 
     def delay_us(self, source: int, target: int, num_bytes: int) -> float:
-        """How long after it has left a message is there: the link's delay, and what loss adds."""
+        """How long after it has left a message is there: the link's delay, and what jitter and loss
+        add. Packets out of order add nothing: TCP holds the early ones.
+        """
         link = self.link(source, target)
-        return link.delay_us + link.recovery_us(num_bytes, self.connections)
+        late_us = link.late_us(num_bytes) + link.recovery_us(num_bytes, self.connections)
+        return link.delay_us + late_us
 
     def interface(self, rank: int) -> Interface:
         """What `rank` sends and receives through."""

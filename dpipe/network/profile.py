@@ -10,7 +10,14 @@ from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network
 from dpipe.toml import parse_toml, read_text
 
-SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
+SHAPE = {
+    "delay_ms",
+    "bandwidth_gbps",
+    "jitter_ms",
+    "loss_percent",
+    "reorder_percent",
+    "window_bytes",
+}
 _TOP = {"name", "link"} | SHAPE
 _LINK = {"from", "to"} | SHAPE
 
@@ -119,6 +126,7 @@ def parse_link(table: Mapping[str, Any], where: str) -> Link:
         jitter_ms=parse_number(table, "jitter_ms", where, default=0.0),
         loss_percent=parse_number(table, "loss_percent", where, default=0.0),
         window_bytes=window,
+        reorder_percent=parse_number(table, "reorder_percent", where, default=0.0),
     )
 
 

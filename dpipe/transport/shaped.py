@@ -37,8 +37,8 @@ _DEVICE_POLL_S = 0.5e-3  # and of one that waits for a device, which wakes nobod
 class ShapedTransport:
     """`inner` behind the links of `network`. An error of an inner link breaks the shaped one.
 
-    Raises `ProfileError` for a profile with jitter or loss, which need `tc`, and for machines whose
-    ranks share an interface, or whose ingress is bounded.
+    Raises `ProfileError` for a profile with jitter, loss or reordering, which need `tc`,
+    and for machines whose ranks share an interface, or whose ingress is bounded.
     """
 
     def __init__(
@@ -258,11 +258,11 @@ def _refuse_what_needs_tc(network: Network) -> None:
     links = list(network.links.values())
     if network.default is not None:
         links.append(network.default)
-    if any(link.jitter_ms or link.loss_percent for link in links):
+    if any(link.jitter_ms or link.loss_percent or link.reorder_percent for link in links):
         raise ProfileError(
-            f"network {network.name!r} has jitter or loss, and the shaped transport imitates delay "
-            "and rate alone; take them out of the profile, or shape the interface itself: "
-            "python -m netem apply (needs root)"
+            f"network {network.name!r} has jitter, loss or reordering, and the shaped transport "
+            "imitates delay and rate alone; take them out of the profile, or shape the "
+            "interface itself: python -m netem apply (needs root)"
         )
     for interface in network.interfaces:
         name = interface.machine

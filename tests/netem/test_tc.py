@@ -19,6 +19,12 @@ def test_link_is_one_netem():
     )
 
 
+def test_reordered_packets_overtake_the_delay():
+    assert " ".join(netem(Link(1, 5, reorder_percent=0.5))) == (
+        "netem limit 1250 delay 1ms reorder 0.5% rate 5gbit"
+    )
+
+
 def test_alike_links_are_one_netem_at_the_root():
     assert lines(Network(default=Link(50, 1)), 0) == [
         "tc qdisc add dev eth0 root handle d1be: netem limit 12500 delay 50ms rate 1gbit"

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +7,8 @@ from dpipe.errors import ProfileError
 from dpipe.network.egress import Egress
 from dpipe.network.link import LOOPBACK, PAYLOAD_SHARE, Interface, Link, Network
 from dpipe.network.profile import load_network
+
+PROFILES = Path(__file__).parents[2] / "netem/profiles"
 
 PROFILE = """
     name = "two sites"
@@ -188,6 +191,10 @@ def test_network_without_a_profile_is_loopback():
             'delay_ms = 1\nbandwidth_gbps = 1\nwindow_bytes = "big"',
             "the profile needs window_bytes, a number; got 'big'",
         ),
+        (
+            "delay_ms = 1\nbandwidth_gbps = 1\nreorder_percent = 100",
+            "reorder_percent must be at least 0 and below 100, got 100",
+        ),
         ("bandwidth_gbps = 1\nlink = []", "the profile needs delay_ms, a number; got None"),
         (PROFILE + "jitter = 1", r"unknown key 'jitter' in \[\[link\]\]"),
         (
@@ -300,3 +307,18 @@ def test_loss_that_lets_a_link_be_full_stays() -> None:
     link = Link(15, 0.1, loss_percent=0.01)
     assert link.with_rate_of_messages() == link
     assert Link(15, 10).with_rate_of_messages() == Link(15, 10)
+
+
+def test_jitter_delays_a_message_by_the_latest_of_its_packets() -> None:
+    link = Link(50, 1, jitter_ms=10)
+    assert link.late_us(1000) == 0  # one packet is late as often as it is early
+    assert link.late_us(9 * 1448) == pytest.approx(8000)
+    network = Network(default=link)
+    assert network.delay_us(0, 1, 9 * 1448) == pytest.approx(58_000)
+
+
+@pytest.mark.parametrize("name", ["home", "mobile", "continental"])
+def test_profile_of_a_lossy_network_says_what_it_loses(name: str) -> None:
+    link = load_network(PROFILES / f"{name}.toml").default
+    assert link is not None
+    assert link.loss_percent > 0

@@ -345,7 +345,7 @@ def test_failed_run_shows_the_end_of_its_output(script, tmp_path, monkeypatch):
     bench.write("far.toml", FAR + "jitter_ms = 1")
     result = bench.run(networks=["far.toml"], schedules=["gpipe"])
     assert result.exit_code == 1
-    assert "has jitter or loss" in result.output
+    assert "has jitter, loss or reordering" in result.output
     assert not bench.results.exists()
 
 

@@ -242,14 +242,15 @@ def test_closing_waits_for_what_is_under_way(make: Make) -> None:
     [
         Network(default=Link(10, 1, jitter_ms=1)),
         Network(default=Link(10, 1, loss_percent=1)),
+        Network(default=Link(10, 1, reorder_percent=1)),
         Network(default=None, links={(0, 1): Link(10, 1, loss_percent=1)}),
     ],
-    ids=["jitter", "loss", "loss on one link"],
+    ids=["jitter", "loss", "reordering", "loss on one link"],
 )
 def test_profile_that_needs_tc_is_refused(network: Network) -> None:
     with pytest.raises(
         ProfileError,
-        match="has jitter or loss, and the shaped transport imitates delay and rate alone",
+        match="has jitter, loss or reordering, and the shaped transport imitates",
     ):
         ShapedTransport(LocalHub(2).transport(0), network)
 
