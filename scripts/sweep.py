@@ -63,7 +63,7 @@ class Runs(BaseModel):
     engine: Engine = "dpipe"
     label: str = ""
     schedules: tuple[str, ...]
-    wires: tuple[Literal["fp32", "bf16", "int8"], ...] = ("fp32",)
+    wires: tuple[Literal["fp32", "bf16", "int8", "int4"], ...] = ("fp32",)
     networks: tuple[str, ...] = ()  # default: the sweep's
     overrides: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tables import SIMULATED, micro_batches, replayed, tcp
+from tables import SIMULATED, by_wire, micro_batches, replayed, tcp
 from tables import measured as on_gpus
 from tables.form import Parameter, as_text, with_parameters
 
@@ -56,7 +56,9 @@ from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 NETWORKS = "gpt3xl_networks"
-TABLES = ("gpt3xl_gpipe_network", NETWORKS, *SIMULATED)
+BY_WIRE = ("gpt3xl_narrow", "gpt3xl_stock", "gpt3xl_stock_cubic")  # with TCP as it comes
+MEASURED = (NETWORKS, *BY_WIRE)  # on replay stages alone
+TABLES = ("gpt3xl_gpipe_network", *MEASURED, *SIMULATED)
 
 # GPT-3 XL in 12 stages, batch 64, micro-batch 1.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
@@ -69,7 +71,8 @@ WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
 REPLICATED_WAYS = [("dpipe", "auto"), (LOCAL_SGD_ENGINE, "auto")]
 PAGE_WIRES = ("fp32", "bf16")  # of the table in README
 # The wire formats of a configuration, by their names in the tables.
-WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}
+WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+PREDICTED_WIRES = ("fp32", "bf16", "int8")  # beside the published rows
 
 # Four replicas: the published system reduces to one of them and broadcasts back, without overlap.
 PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
@@ -137,7 +140,7 @@ FIELDS = tuple(field.name for field in fields(Row))
 
 def published(name: str) -> list[Row]:
     """The source's rows: a pipeline alone, and with a parameter server."""
-    source = TABLES[0] if name == NETWORKS else name
+    source = TABLES[0] if name in MEASURED else name
     with (ROOT / f"scripts/published/{source}.csv").open(encoding="utf-8") as lines:
         return [
             Row(
@@ -250,7 +253,7 @@ def simulated(name: str) -> list[Row]:
         Row(row.delay_ms, row.bandwidth_gbps, row.data_parallel, engine, schedule, wire)
         for row in source
         for engine, schedule in (REPLICATED_WAYS if row.replicated else WAYS)
-        for wire in WIRES
+        for wire in PREDICTED_WIRES
     ]
     with ProcessPoolExecutor() as pool:
         return [*pool.map(with_prediction, source), *pool.map(in_training, ours)]
@@ -454,6 +457,9 @@ def as_json(rows: Iterable[Row]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
+SHOWN = {NETWORKS: as_predicted_and_measured, **dict.fromkeys(BY_WIRE, by_wire.as_markdown)}
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """One line per system over the networks: measured, else published, else predicted."""
     axes = (figure := new_figure()).subplots()
@@ -571,13 +577,13 @@ def main(
         if name in SIMULATED:
             click.echo(layouts_text(name, mode, results, form, png, page))
             return
-        if name == NETWORKS and mode != "replay":
+        if name in MEASURED and mode != "replay":
             raise ConfigError(f"{name} has no mode {mode!r}; use --mode replay")
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
         below = with_parameters(note(rows), PARAMETERS) if mode == "sim" else ""
-        shown = as_predicted_and_measured if name == NETWORKS else as_comparison
+        shown = SHOWN.get(name, as_comparison)
         for path in page:
             put_between_marks(path, name, mode, below or shown(rows))
     except DpipeError as error:

@@ -365,7 +365,7 @@ def check_transport(
         needed = "transport.shape must not be set"
     elif kind.between_gpus and not model.family.computes:
         needed = f'model.layers must not be "{model.layers}"'
-    elif transport.congestion_control is not None and not kind.sets_congestion_control:
+    elif transport.congestion_control != "auto" and not kind.sets_congestion_control:
         needed = "transport.congestion_control must not be set"
     elif replicas > 1 and data_parallel.group != "torch" and not kind.between_replicas:
         needed = 'data_parallel.group must be "torch"'

@@ -187,9 +187,11 @@ class TransportConfig(Section):
     connections: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """TCP connections a link. "auto": as many as it takes to fill a link of predict.network."""
 
-    congestion_control: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] | None = None
+    congestion_control: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] = "auto"
     """TCP's congestion control on the links, such as "reno" or "bbr", with kind = "tcp" on Linux.
-    Those in net.ipv4.tcp_allowed_congestion_control need no root. Left out: the host's."""
+    Those in net.ipv4.tcp_allowed_congestion_control need no root. "host": the host's. "auto": the
+    host's too, but "bbr" on a round trip of 2 ms or more where the host allows it, unless
+    net.ipv4.tcp_slow_start_after_idle is 0."""
 
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     """Bytes of a message that are written at once; "tcp" writes at most 524288."""

@@ -12,8 +12,8 @@ from dpipe.errors import DpipeError, TransferError
 from dpipe.keeper.copies import LayerCopy
 from dpipe.keeper.messages import REQUEST, Answer, Offered, Refused, Request, Wanted
 from dpipe.session import greeting
+from dpipe.session.listen import open_listener
 from dpipe.session.stream import Tls, shut, tune
-from dpipe.transport.tcp import open_listener
 from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
 from dpipe.wire.rpc import Security
 

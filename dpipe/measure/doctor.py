@@ -119,7 +119,8 @@ def _tcp(config: Config) -> Iterator[Finding]:
             set_congestion_control(sock, name)
         except ConfigError as error:
             yield Finding("congestion control", State.HURTS, str(error))
-    used = name or _sysctl("tcp_congestion_control") or "the system's"
+    hosts = _sysctl("tcp_congestion_control") or "the system's"
+    used = hosts if name in ("auto", "host") else name
     yield Finding(f"congestion control {used}")
     for key in ("tcp_rmem", "tcp_wmem"):
         limits = (_sysctl(key) or "").split()

@@ -6,6 +6,8 @@ stream.py    the bytes of one TCP or TLS connection
 dial.py      opening a connection, in smaller segments where large ones were lost
 forward.py   smaller segments for gRPC, which opens its connections itself
 redial.py    another connection in the place of one that broke
+listen.py    the socket on which others dial
+lobby.py     the threads of connections that have not greeted yet
 greeting.py  how the two ends of a TCP connection prove who they are
 grpc_stream.py  the bytes of one gRPC stream, how it is opened and greets
 

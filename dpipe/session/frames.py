@@ -27,8 +27,8 @@ class Stream(Protocol):
     def write(self, *parts: bytes | memoryview) -> None:
         """Hand all `parts` over, in order."""
 
-    def can_write(self) -> bool:
-        """Whether a few bytes can be written without waiting."""
+    def can_write(self, wait_ms: int = 0) -> bool:
+        """Whether a few bytes can be written without waiting, after `wait_ms` at most."""
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""

@@ -105,7 +105,7 @@ class GrpcStream(MessageStream):
         for message in _cut(parts, self._most_bytes):
             self._put(message)
 
-    def can_write(self) -> bool:
+    def can_write(self, wait_ms: int = 0) -> bool:
         return not self._messages
 
     def next_message(self) -> bytes:

@@ -260,6 +260,14 @@ class LinkSession:
             self._changed.wait_for(self.has_room, _ROOM_S)
             self._awaits_room = False
 
+    def await_drained(self) -> bool:
+        """Of the thread that writes: wait a moment for the stream to take more. Returns whether it
+        does; true where there is none.
+        """
+        with self._writing:
+            frames = self._using.get(_WRITER)
+            return frames is None or frames.stream.can_write(round(_ROOM_S * 1e3))
+
     def write(self, lead: bytes, view: memoryview) -> Kept | None:
         """Hand `lead`, then `view`, to the kernel. Returns what holds `view`, whose bytes must not
         change before it is `own`ed; None where a copy was made.

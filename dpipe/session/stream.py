@@ -5,6 +5,7 @@ import socket
 import ssl
 import struct
 from contextlib import suppress
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Lock
 
@@ -23,6 +24,11 @@ _WAKE_MS = 5_000  # poll interval of waits without a deadline of their own
 _TRICKLE_MS = 500
 _MOST_PROBE_S = 32767  # that the kernel takes, as
 _MOST_MS = (1 << 31) - 1
+_UNSENT_BYTES = 128 << 10  # of which half is left when `can_write` says so: half a ms at 1 Gbit/s
+_CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # of Linux and FreeBSD
+_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+_RTT_OFFSET = 68  # tcpi_rtt in `struct tcp_info` of linux/tcp.h
+_LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few of them
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
 
 
@@ -47,9 +53,9 @@ class SocketStream(ByteStream):
             written = self._socket.send(left[:_WRITE_BYTES])
             left = left[written:]
 
-    def can_write(self) -> bool:
-        """Whether a few bytes can be written without waiting."""
-        return _ready(self._socket, select.POLLOUT, 0)
+    def can_write(self, wait_ms: int = 0) -> bool:
+        """Whether a few bytes can be written without waiting, after `wait_ms` at most."""
+        return _ready(self._socket, select.POLLOUT, wait_ms)
 
     def await_bytes(self, num_bytes: int) -> None:
         """Wait until there is something to receive: at best `num_bytes`, which will come. Returns
@@ -185,18 +191,32 @@ def tune(sock: socket.socket, silence_s: float, unacknowledged_s: float) -> None
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def set_congestion_control(sock: socket.socket, name: str | None) -> None:
-    """Take TCP's congestion control called `name`; None leaves the host's.
+def keep_little_unsent(sock: socket.socket) -> None:
+    """Have the kernel take no more than it sends soon: what is not sent yet another connection may
+    carry earlier.
+    """
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def set_congestion_control(sock: socket.socket, name: str) -> None:
+    """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but on
+    a long path it takes BBR where the host allows that.
+
+    Messages of a pipeline come with pauses. After a long one Reno and CUBIC begin again with ten
+    packets, unless the host is told not to; BBR goes on at the rate that it has seen.
 
     Raises `ConfigError` where the host does not have it, or allows it to root alone.
     """
-    if name is None:
+    if name == "host":
         return
-    option = getattr(socket, "TCP_CONGESTION", None)  # of Linux and FreeBSD
+    if name == "auto":
+        if _slow_starts_after_idle() and _round_trip_us(sock) >= _LONG_US:
+            with suppress(OSError):
+                _set_congestion_control(sock, "bbr")
+        return
     try:
-        if option is None:
-            raise OSError("this system sets it for all sockets alone")
-        sock.setsockopt(socket.IPPROTO_TCP, option, name.encode())
+        _set_congestion_control(sock, name)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
@@ -204,6 +224,28 @@ def set_congestion_control(sock: socket.socket, name: str | None) -> None:
             "that `sysctl net.ipv4.tcp_allowed_congestion_control` lists, have root add it there "
             "(modprobe tcp_NAME loads it), or leave it out"
         ) from None
+
+
+def _set_congestion_control(sock: socket.socket, name: str) -> None:
+    if _CONGESTION is None:
+        raise OSError("this system sets it for all sockets alone")
+    sock.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+
+
+def _slow_starts_after_idle() -> bool:
+    try:
+        return _AFTER_IDLE.read_text().strip() != "0"
+    except OSError:  # not Linux
+        return True
+
+
+def _round_trip_us(sock: socket.socket) -> int:
+    """As the kernel has measured it; 0 before it has."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
+    (microseconds,) = struct.unpack_from("I", info.ljust(_RTT_OFFSET + 4, b"\0"), _RTT_OFFSET)
+    return int(microseconds)
 
 
 def shut(sock: socket.socket) -> None:

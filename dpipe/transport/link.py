@@ -1,7 +1,7 @@
 """One rank's end of the two links with a peer: what is expected, arrived, and went wrong.
 
-    recv(like, tag)    --post()-->  receiving[n]  <--arrive()--  header n, then stripes of its bytes
-    recv(...).wait()   <----------  complete when posted, header as expected, every stripe here
+    recv(like, tag)    --post()-->  receiving[n]  <--arrive()--  header n, then pieces of its bytes
+    recv(...).wait()   <----------  complete when posted, header as expected, every piece here
 
 The first of the two makes entry n and the second finds it, so a receive may be posted before or
 after the bytes come. Bytes are read straight into the tensor that `wait()` returns. Tensors that
@@ -23,15 +23,18 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.staging import Staging
 from dpipe.wire.transfer import Moved
 
+_PIECES = 4  # of a tensor, for each connection
+_LEAST_PIECE_BYTES = 16 << 10
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 
 
-class _StripedTransfer:
-    """A tensor whose bytes move as stripes, one a connection. Guarded by `end.changed`."""
+class _PiecewiseTransfer:
+    """A tensor whose bytes move in pieces, on any connection. Guarded by `end.changed`."""
 
-    def __init__(self, end: "LinkEnd", num_stripes: int) -> None:
+    def __init__(self, end: "LinkEnd", num_pieces: int) -> None:
         self.end = end
-        self._missing = num_stripes
+        self.num_pieces = num_pieces
+        self._missing = num_pieces
         self._start_ns: int | None = None
         self._moved: Moved | None = None
 
@@ -43,11 +46,11 @@ class _StripedTransfer:
         return self._moved is not None
 
     def begin(self) -> None:
-        """The first bytes of a stripe are about to move; the earliest stripe sets the time."""
+        """The first bytes of a piece are about to move; the earliest piece sets the time."""
         self._start_ns = self._start_ns or time.perf_counter_ns()
 
-    def _end_stripe(self, num_bytes: int) -> bool:
-        """Count a stripe as moved; true for the last one."""
+    def _end_piece(self, num_bytes: int) -> bool:
+        """Count a piece as moved; true for the last one."""
         self._missing -= 1
         if self._missing:
             return False
@@ -57,15 +60,13 @@ class _StripedTransfer:
         return True
 
 
-class Sending(_StripedTransfer):
+class Sending(_PiecewiseTransfer):
     """A tensor on its way out, in host memory once `ready` has passed; held until its last byte is
     handed over to the connection. What may have to be sent again is `kept` until it has arrived.
     """
 
-    def __init__(
-        self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark, num_stripes: int
-    ) -> None:
-        super().__init__(end, num_stripes)
+    def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark) -> None:
+        super().__init__(end, end.num_pieces(header.spec.num_bytes))
         self.header = header
         self.view: memoryview | None = None
         self.tensor: torch.Tensor | None = tensor
@@ -95,20 +96,20 @@ class Sending(_StripedTransfer):
         if kept is not None:
             self._kept.append(kept)
 
-    def end_stripe(self) -> None:
+    def end_piece(self) -> None:
         with self.end.changed:
-            if self._end_stripe(self.header.spec.num_bytes):
+            if self._end_piece(self.header.spec.num_bytes):
                 # A step's sends are kept until its end; their memory is not.
                 self.view = None
                 self.tensor = None
                 self.end.num_unsent -= 1
 
 
-class Receiving(_StripedTransfer):
+class Receiving(_PiecewiseTransfer):
     """A tensor on its way in: announced by its header, expected by a receive, or both."""
 
-    def __init__(self, end: "LinkEnd", sequence: int, num_stripes: int) -> None:
-        super().__init__(end, num_stripes)
+    def __init__(self, end: "LinkEnd", sequence: int) -> None:
+        super().__init__(end, 1)
         self.sequence = sequence
         self.expected: Header | None = None
         self.arrived: Header | None = None
@@ -134,14 +135,20 @@ class Receiving(_StripedTransfer):
         assert self.expected is not None
         self.end.wait(self, f"for {self.expected.tag} from")
 
-    def end_stripe(self) -> None:
+    def announce(self, header: Header) -> None:
+        """The first of its headers has come."""
+        self.arrived = header
+        self.num_pieces = self.end.num_pieces(header.spec.num_bytes)
+        self._missing = self.num_pieces
+
+    def end_piece(self) -> None:
         with self.end.changed:
             assert self.arrived is not None
             assert self.tensor is not None
-            # By the last stripe: the others may still be read into the same memory.
+            # By the last piece: the others may still be read into the same memory.
             if self._missing == 1 and self.into is None:
                 self.tensor, self._landed = self.end.staging.land(self.tensor)
-            self._end_stripe(self.arrived.spec.num_bytes)
+            self._end_piece(self.arrived.spec.num_bytes)
             self.end.forget(self)
 
     def check(self) -> TransferError | None:
@@ -169,7 +176,7 @@ class LinkEnd:
         peer: int,
         address: str | None = None,
         *,
-        num_stripes: int = 1,
+        num_connections: int = 1,
         buffer_bytes: float = float("inf"),
         timeout_s: float = 300.0,
         streams: Streams = HOST,
@@ -187,8 +194,8 @@ class LinkEnd:
         self.on_broken: Callable[[], None] = lambda: None
         self.num_unsent = 0
         self.closing = False
-        self._num_stripes = num_stripes
-        self._num_open = num_stripes  # connections that have not come to their end
+        self._num_connections = num_connections
+        self._num_open = num_connections  # those that have not come to their end
         self._buffer_bytes = buffer_bytes
         self._timeout_s = timeout_s
         self._failed = False
@@ -204,11 +211,20 @@ class LinkEnd:
         with self.changed:
             self._raise_if_broken()
             header = Header(self._num_sent, tag, TensorSpec.of(tensor))
-            sending = Sending(self, header, fetched, ready, self._num_stripes)
+            sending = Sending(self, header, fetched, ready)
             self._num_sent += 1
             self.num_unsent += 1
             enqueue(sending)
         return sending
+
+    def num_pieces(self, num_bytes: int) -> int:
+        """Into how many a tensor of so many bytes is cut, at both ends: several a connection, so
+        that one that is slower carries fewer.
+        """
+        if self._num_connections == 1:
+            return 1
+        most = _PIECES * self._num_connections
+        return max(1, min(most, num_bytes // _LEAST_PIECE_BYTES))
 
     def post(self, like: TensorSpec, tag: str, into: torch.Tensor | None = None) -> Receiving:
         """Expect the next tensor. One that has arrived is given even where the peer is lost."""
@@ -234,14 +250,16 @@ class LinkEnd:
         Blocks while the tensor is not expected and does not fit the buffer. Raises what broke the
         link, and `TransferError` where the header is not what was expected.
         """
+        header = header._replace(piece=0)
         with self.changed:
             receiving = self._entry(header.sequence)
-            # Each connection brings the header in front of its stripe.
+            # Each piece has the header in front.
             if receiving.arrived not in (None, header):
                 raise TransferError(
                     f"the connections of {self.peer_name} disagree on tensor {header.sequence}"
                 )
-            receiving.arrived = header
+            if receiving.arrived is None:
+                receiving.announce(header)
             if (error := receiving.check()) is not None:
                 raise error
             if not self._wait_for_room(receiving, header.spec.num_bytes):
@@ -334,7 +352,7 @@ class LinkEnd:
 
     def _entry(self, sequence: int) -> Receiving:
         if sequence not in self._receiving:
-            self._receiving[sequence] = Receiving(self, sequence, self._num_stripes)
+            self._receiving[sequence] = Receiving(self, sequence)
         return self._receiving[sequence]
 
     def _wait_for_room(self, receiving: Receiving, num_bytes: int) -> bool:

@@ -79,5 +79,5 @@ def _deliver(sending: Sending, end: LinkEnd) -> None:
     if receiving is not None:
         assert receiving.tensor is not None
         byte_view(receiving.tensor)[:] = sending.view
-        receiving.end_stripe()
-    sending.end_stripe()
+        receiving.end_piece()
+    sending.end_piece()

@@ -1,7 +1,7 @@
 """All links of one rank, over connections: who dials, who is refused, opening and closing.
 
-    send --> MeshLink --> connection 0 --> stripe 0 of every tensor
-                     `--> connection 1 --> stripe 1 of every tensor
+    send --> MeshLink --> connection 0    the next piece of the next tensor,
+                     `--> connection 1    to whichever can send
     recv <-- LinkEnd <--- the reader of each connection
 
 A connection carries both directions, so it is enough that one end can be reached. transport.proto
@@ -10,12 +10,14 @@ says what is written on it.
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -28,7 +30,7 @@ from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
-PROTOCOL = 4  # of transport.proto; ranks of another are refused
+PROTOCOL = 5  # of transport.proto; ranks of another are refused
 MAX_LINKS = 64  # that may dial a rank at once
 CHECK = (
     "check that it runs, that its node.advertise and node.port are right, that no firewall blocks "
@@ -48,8 +50,15 @@ class Token(Enum):
     LOOK_UP = "look up"  # whoever waits there has something else to see to
 
 
+class Piece(NamedTuple):
+    """A part of a tensor that is sent."""
+
+    sending: Sending
+    number: int
+
+
 class Connection(ABC):
-    """One stream of a link: it sends stripe `index` of every tensor that is queued."""
+    """One stream of a link: it asks for a piece whenever it can send one."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
         self.end = end
@@ -59,7 +68,10 @@ class Connection(ABC):
         self.opened = False
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
-        self._queue: SimpleQueue[Sending | Literal[Token.LOOK_UP] | None] = SimpleQueue()
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None  # who should send
+        self._asked = False
+        self._queue: SimpleQueue[Piece | Literal[Token.LOOK_UP] | None] = SimpleQueue()
 
     @property
     def name(self) -> str:
@@ -73,12 +85,16 @@ class Connection(ABC):
     def join(self, timeout_s: float) -> None:
         """Wait for the stream's threads."""
 
-    def enqueue(self, sending: Sending | None) -> None:
-        """Send a stripe of this tensor; None ends the stream behind what is queued."""
-        self._queue.put(sending)
+    def is_broken(self) -> bool:
+        """Whether what is given to it now would have to wait for another stream."""
+        return False
+
+    def enqueue(self, piece: Piece | None) -> None:
+        """Send this piece; None ends the stream."""
+        self._queue.put(piece)
 
     def look_up(self) -> None:
-        """Have `next_sending` return to whoever waits in it."""
+        """Have `next_piece` return to whoever waits in it."""
         self._queue.put(Token.LOOK_UP)
 
     def open(self) -> None:
@@ -86,43 +102,60 @@ class Connection(ABC):
             self.opened = True
             self.end.changed.notify_all()
 
-    def next_sending(self) -> Sending | Literal[Token.LOOK_UP] | None:
-        """Wait for the next tensor to send; None where the stream shall end."""
+    def next_piece(self) -> Piece | Literal[Token.LOOK_UP] | None:
+        """Ask for a piece to send, and wait for it; None where the stream shall end."""
+        if not self._asked:
+            self._asked = True
+            self.on_ready()
         while True:
             try:
-                return self._queue.get(timeout=WAKE_S)
+                given = self._queue.get(timeout=WAKE_S)
             except Empty:
                 if self.end.error is not None:
                     return None
+            else:
+                self._asked = given is Token.LOOK_UP
+                return given
 
-    def chunks(self, sending: Sending) -> Iterator[memoryview]:
-        """The stripe to send, in pieces; one counts as sent when the next is asked for."""
+    def chunks(self, piece: Piece) -> Iterator[memoryview]:
+        """The bytes of a piece, in parts; one counts as sent when the next is asked for."""
+        sending = piece.sending
         assert sending.view is not None
-        stripe = self._stripe(sending.view)
-        # Also an empty one: its header is what the other end counts tensors by.
-        for start in range(0, max(1, len(stripe)), self._chunk_bytes):
-            chunk = stripe[start : start + self._chunk_bytes]
+        view = part(sending.view, piece.number, sending.num_pieces)
+        # Also of an empty tensor: by its header it arrives.
+        for start in range(0, max(1, len(view)), self._chunk_bytes):
+            chunk = view[start : start + self._chunk_bytes]
             yield chunk
             self.bytes_sent += len(chunk)
 
-    def arrive(self, header: Header, sequence: int) -> tuple[Receiving, memoryview] | None:
-        """The tensor after `header` and the memory of its stripe; None once this end is closing."""
-        # A connection keeps its order, so that another number is the sender's mistake.
-        if header.sequence != sequence:
+    def arrive(self, header: Header, least: int) -> tuple[Receiving, memoryview] | None:
+        """The tensor after `header`, of number `least` or more, and the memory of its piece; None
+        once this end is closing.
+        """
+        # A connection keeps its order, and alone it carries all.
+        misses = header.sequence > least and self._num_connections == 1
+        if header.sequence < least or misses:
             raise TransferError(
-                f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs"
+                f"{self.end.peer_name} sent tensor {header.sequence} where {least} belongs"
             )
         receiving = self.end.arrive(header)
         if receiving is None:
             return None
         assert receiving.tensor is not None
-        return receiving, self._stripe(byte_view(receiving.tensor))
+        if header.piece >= receiving.num_pieces:
+            raise TransferError(
+                f"{self.end.peer_name} sent piece {header.piece} of tensor {header.sequence}, "
+                f"which has {receiving.num_pieces}"
+            )
+        view = byte_view(receiving.tensor)
+        return receiving, part(view, header.piece, receiving.num_pieces)
 
-    def _stripe(self, view: memoryview) -> memoryview:
-        # By the same formula at both ends; stripes differ by a byte at most.
-        start = len(view) * self.index // self._num_connections
-        end = len(view) * (self.index + 1) // self._num_connections
-        return view[start:end]
+
+def part(view: memoryview, index: int, count: int) -> memoryview:
+    """One of `count` parts, by the same formula at both ends; they differ by a byte at most."""
+    start = len(view) * index // count
+    end = len(view) * (index + 1) // count
+    return view[start:end]
 
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
@@ -134,11 +167,46 @@ class MeshLink(Generic[ConnectionT]):
     def __init__(self, end: LinkEnd, connections: list[ConnectionT]) -> None:
         self.end = end
         self.connections = connections
+        self._lock = Lock()  # guards what is below
+        self._pieces: deque[Piece] = deque()
+        self._idle: deque[ConnectionT] = deque()  # those that can send, the longest idle first
+        self._ended = False
+        for connection in connections:
+            connection.on_ready = partial(self._ready, connection)
+            connection.on_change = self._look_again
         end.on_broken = self._cancel
 
     def enqueue(self, sending: Sending | None) -> None:
-        for connection in self.connections:
-            connection.enqueue(sending)
+        """Send this tensor; None ends the connections behind what is queued."""
+        with self._lock:
+            if sending is None:
+                self._ended = True
+            else:
+                self._pieces += [Piece(sending, number) for number in range(sending.num_pieces)]
+            self._hand_out()
+
+    def _ready(self, connection: ConnectionT) -> None:
+        with self._lock:
+            self._idle.append(connection)
+            self._hand_out()
+
+    def _look_again(self) -> None:
+        with self._lock:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._pieces and (connection := self._next_idle()) is not None:
+            self._idle.remove(connection)
+            connection.enqueue(self._pieces.popleft())
+        while self._ended and self._idle and not self._pieces:
+            self._idle.popleft().enqueue(None)
+
+    def _next_idle(self) -> ConnectionT | None:
+        """Who should send the next piece; None where all who should are busy."""
+        if len(self.connections) == 1:
+            return self._idle[0] if self._idle else None
+        whole = [each for each in self.connections if not each.is_broken()] or self.connections
+        return next((each for each in self._idle if each in whole), None)
 
     def wait_open(self, timeout_s: float) -> bool:
         """Whether all connections open within `timeout_s`; gives up at once on an error."""
@@ -176,7 +244,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         connections: int = 1,
         chunk_bytes: int = 1 << 20,
         buffer_bytes: int = 256 << 20,
-        congestion_control: str | None = None,
+        congestion_control: str = "auto",
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
         heartbeat_s: float = 40.0,
@@ -195,7 +263,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._transfer_timeout_s = transfer_timeout_s
         self._heartbeat_s = heartbeat_s
         self._end_options: dict[str, Any] = {
-            "num_stripes": connections,
+            "num_connections": connections,
             "buffer_bytes": buffer_bytes,
             "timeout_s": transfer_timeout_s,
             "streams": streams,

@@ -1,29 +1,29 @@
 """A mesh whose connections break and are dialled again, whatever carries them.
 
     rank 1 (lower: dials)                            rank 2
-    send --> queue 0 --> writer 0 --> session 0 ===> reader 0 --> stripe 0 of the tensor --.
-         `-> queue 1 --> writer 1 --> session 1 ===> reader 1 --> stripe 1 of the tensor ----> recv
-    recv <-- both readers <------- both sessions <== both writers <-- both queues <-- send
+    send --> MeshLink --> writer 0 --> session 0 ===> reader 0 --> pieces of the tensor --.
+                     `-> writer 1 --> session 1 ===> reader 1 --> its other pieces --------> recv
+    recv <-- both readers <-------- both sessions <== both writers <-- MeshLink <-- send
 
 Each connection has two threads, and one while it is opened; over gRPC the writer is a thread of
 gRPC's own. The end that has dialled one dials it again: see session/session.py. tcp.py and grpc.py
 say how a connection is opened and answered.
 """
 
-import itertools
 import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 
 from dpipe.errors import JoinError, TransferError, TransferTimeout
 from dpipe.session.dial import smaller
 from dpipe.session.frames import Frames
 from dpipe.session.greeting import Greeted
+from dpipe.session.lobby import Lobby
 from dpipe.session.redial import GREETING_S, dial_again
 from dpipe.session.session import LinkSession, reason_of
 from dpipe.transport.link import LinkEnd
@@ -56,11 +56,14 @@ class SessionConnection(Connection):
             heartbeat_s,
             most_kept_bytes=kept_bytes,
             may_resume=self._may_resume,
-            on_break=lambda: self.on_break(),
+            on_break=self._broke,
         )
         self.on_break: Callable[[], None] = lambda: None  # of the end that dials
         self.segment: int | None = None  # bytes; None for what the path takes
         self._threads: list[Thread] = []
+
+    def is_broken(self) -> bool:
+        return self.session.stream is None
 
     def start(self, frames: Frames) -> None:
         self.session.attach(frames, 0, 0)
@@ -92,6 +95,10 @@ class SessionConnection(Connection):
         if not any(thread.is_alive() for thread in self._threads):
             self.session.release()
 
+    def _broke(self) -> None:
+        self.on_change()
+        self.on_break()
+
     def _may_resume(self) -> bool:
         return self.end.error is None and not self.end.closing
 
@@ -103,17 +110,18 @@ class SessionConnection(Connection):
     def writing(self) -> Iterator[None]:
         """All that is ever written. Stops behind each chunk, and to look up."""
         try:
-            while (sending := self.next_sending()) is not None:
-                if sending is Token.LOOK_UP:
+            while (piece := self.next_piece()) is not None:
+                if piece is Token.LOOK_UP:
                     yield
                     continue
+                sending = piece.sending
                 sending.begin()
-                lead = framed(sending.header.encode())
-                for chunk in self.chunks(sending):
+                lead = framed(sending.header._replace(piece=piece.number).encode())
+                for chunk in self.chunks(piece):
                     sending.keep(self.session.write(lead, chunk))
                     lead = b""
                     yield
-                sending.end_stripe()
+                sending.end_piece()
             # Said, because the kernel ends the stream of a process that dies as well.
             self.session.write(_END, memoryview(b""))
             self.session.end()
@@ -125,19 +133,22 @@ class SessionConnection(Connection):
     def _read(self) -> None:
         session = self.session
         try:
-            for sequence in itertools.count():
+            least = 0
+            while True:
                 header = self._read_header()
                 if header is None:
                     return self.end.end_stream()
-                arrived = None if self.end.closing else self.arrive(header, sequence)
+                arrived = None if self.end.closing else self.arrive(header, least)
                 if arrived is None:
                     # To the peer's end of the stream: a socket that is closed with bytes unread
                     # resets the connection, and the peer loses what it was sent last.
                     session.skip()
                     return self.end.end_stream()
-                receiving, stripe = arrived
-                session.read(stripe)
-                receiving.end_stripe()
+                receiving, piece = arrived
+                session.read(piece)
+                receiving.end_piece()
+                # Alone, a connection brings each tensor once.
+                least = header.sequence + (self._num_connections == 1)
         except OSError as error:
             self._end_or_lose(f"the connection broke: {reason_of(error)}")
         except Exception as error:  # this end found it wrong: wait() raises it
@@ -159,44 +170,6 @@ class SessionConnection(Connection):
         message = bytearray(framed_size(bytes(prefix)))
         self.session.read(memoryview(message))
         return Header.decode(bytes(message))
-
-
-class Lobby:
-    """Who has not greeted yet, with a thread each."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()  # guards what is below
-        self._waiting: set[Callable[[], None]] = set()  # what wakes them
-        self._threads: list[Thread] = []
-        self._closed = False
-
-    def spawn(self, run: Callable[[], None], name: str) -> None:
-        thread = Thread(target=run, name=name, daemon=True)
-        with self._lock:
-            self._threads = [other for other in self._threads if other.is_alive()]
-            self._threads.append(thread)
-            thread.start()  # under the lock: one that has not started cannot be joined
-
-    @contextmanager
-    def watching(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Inside, a thread that waits is woken with `wake` when the lobby closes."""
-        with self._lock:
-            self._waiting.add(wake)
-            if self._closed:
-                wake()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting.discard(wake)
-
-    def close(self, deadline: float) -> None:
-        with self._lock:
-            self._closed = True
-            for wake in self._waiting:
-                wake()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True)

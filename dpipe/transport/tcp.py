@@ -16,19 +16,37 @@ from dpipe.errors import ConfigError, DpipeError, JoinError
 from dpipe.session import greeting
 from dpipe.session.dial import dial
 from dpipe.session.frames import ByteFrames
+from dpipe.session.listen import ACCEPT_S, open_listener
 from dpipe.session.redial import GREETING_S
-from dpipe.session.stream import Tls, set_congestion_control, shut, stream_over, tune
+from dpipe.session.stream import (
+    Tls,
+    keep_little_unsent,
+    set_congestion_control,
+    shut,
+    stream_over,
+    tune,
+)
 from dpipe.transport.mesh import MAX_LINKS, WAKE_S
 from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 
-_BACKLOG = 1024  # diallers that wait in the kernel; most may be strangers that say nothing
-_ACCEPT_S = 1.0  # poll interval of the thread that accepts
+
+class TcpConnection(SessionConnection):
+    """Of several on a link, one asks for a piece once the kernel has sent most of the last one."""
+
+    def _write(self) -> None:
+        for _ in self.writing():
+            while not self.session.has_room():
+                self.session.await_room()
+            while self._num_connections > 1 and not self.session.await_drained():
+                continue
 
 
 class TcpTransport(SessionMesh):
     """A mesh of TCP connections."""
+
+    connection_type = TcpConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         self._tls = Tls(security) if security.tls else None
@@ -144,6 +162,8 @@ class TcpTransport(SessionMesh):
         try:
             tune(raw, self._heartbeat_s, self._transfer_timeout_s)
             set_congestion_control(raw, self._congestion_control)
+            if self._num_connections > 1:
+                keep_little_unsent(raw)
             if self._tls is not None:
                 sock = self._tls.wrap(raw, server=server)
             with self._lobby.watching(partial(shut, sock)):
@@ -158,26 +178,6 @@ class TcpTransport(SessionMesh):
     def _stop(self, deadline: float) -> None:
         self._stopping.set()
         shut(self._listener)  # wakes the thread in `accept`; a close would not
-        self._acceptor.join(max(0.0, deadline - time.monotonic()) + 2 * _ACCEPT_S)
+        self._acceptor.join(max(0.0, deadline - time.monotonic()) + 2 * ACCEPT_S)
         self._listener.close()
         self._close_lobby(deadline)
-
-
-def open_listener(bind: str, port: int) -> socket.socket:
-    host = bind.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    try:
-        listener = socket.create_server(
-            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
-        )
-    except OSError as error:
-        raise JoinError(
-            f"cannot listen on {bind}:{port}: {error.strerror}; set node.bind and node.port to "
-            "what is free here"
-        ) from None
-    # Who dials speaks first: those who say nothing wait in the kernel, and keep nobody out.
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, round(GREETING_S))
-    listener.settimeout(_ACCEPT_S)
-    return listener

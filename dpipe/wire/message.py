@@ -44,6 +44,7 @@ class Header(NamedTuple):
     sequence: int  # the tensor's number on its link
     tag: str
     spec: TensorSpec
+    piece: int = 0  # which part of its bytes follows
 
     def encode(self) -> bytes:
         return TensorHeader(
@@ -52,6 +53,7 @@ class Header(NamedTuple):
             shape=self.spec.shape,
             dtype=dtype_name(self.spec.dtype),
             num_bytes=self.spec.num_bytes,
+            piece=self.piece,
         ).SerializeToString()
 
     @classmethod
@@ -79,7 +81,7 @@ class Header(NamedTuple):
             raise TransferError(
                 f"a header announces {header.num_bytes} bytes for {spec}, which takes {num_bytes}"
             )
-        return cls(header.sequence, visible(header.tag), spec)
+        return cls(header.sequence, visible(header.tag), spec, header.piece)
 
 
 def framed(message: bytes) -> bytes:

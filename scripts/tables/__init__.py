@@ -11,6 +11,7 @@ gpt3xl.py                 GPT-3 XL by layout and micro-batch: Megatron, and PyTo
 bert345m.py               BERT 345M by number of GPUs, in the parts that Megatron timed
 measured.py               what scripts/sweep.py measured of these, beside the published values
 replayed.py               what it measured on replay stages: tensor parallelism over slow links
+by_wire.py                measured steps by wire format, beside what was predicted
 form.py                   rows as Markdown, CSV or JSON; `Parameter`
 
 Each table is a module with MODES, `simulated(source) -> rows`, `note(rows)`, `draw(rows, figure)`

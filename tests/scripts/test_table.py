@@ -253,6 +253,28 @@ def test_page_has_what_was_predicted_beside_what_was_measured(table, tmp_path, m
     ]
 
 
+def test_narrow_page_has_a_column_for_each_wire(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "with_prediction", lambda row, *_: row)
+    lines = [
+        LINE | {"schedule": "auto", "wire": "int4", "predicted_s": 14.5, "measured_s": 14.75},
+        LINE | {"schedule": "auto", "wire": "int8", "predicted_s": 20.0, "measured_s": 20.5},
+        LINE | {"engine": "torch", "schedule": "gpipe", "delay_ms": 25, "measured_s": 40.5},
+    ]
+    results, page = tmp_path / "r.jsonl", tmp_path / "page.md"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.write_text(f"<!-- {table.BY_WIRE[0]} replay -->\nNot measured yet.\n<!-- end -->\n")
+    words = [table.BY_WIRE[0], "--mode", "replay", "--results", str(results), "--page", str(page)]
+    result = CliRunner().invoke(table.main, words)
+    assert result.exit_code == 0, result.output
+    _, head, _, *rows, _ = page.read_text().splitlines()
+    assert head.startswith(
+        "| one-way delay, bandwidth | dpipe auto int4: predicted, measured "
+        "| dpipe auto int8: predicted, measured | torch gpipe"
+    )
+    assert rows[0].startswith("| 10 ms, 1 Gbit/s | 14.50, 14.75 | 20.00, 20.50 |  |")
+    assert rows[1].startswith("| 25 ms, 1 Gbit/s |  |  | ")
+
+
 def test_order_that_auto_had_found_is_predicted_again(script, table, tmp_path, monkeypatch):
     """Today's search finds another schedule, which was not measured."""
     sweep = script("sweep")

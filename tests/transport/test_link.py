@@ -17,20 +17,31 @@ def header(sequence: int, tag: str = "x", spec: TensorSpec = PAIR) -> Header:
     return Header(sequence, tag, spec)
 
 
-def test_tensor_is_done_when_every_stripe_is_in() -> None:
-    end = LinkEnd(0, 1, num_stripes=2)
-    pending = end.post(PAIR, "x")
-    stripes = [end.arrive(header(0)) for _ in range(2)]
-    assert stripes == [pending, pending]
+def test_tensor_is_done_when_every_piece_is_in() -> None:
+    end = LinkEnd(0, 1, num_connections=2)
+    like = TensorSpec((3 << 12,), torch.float32)  # 48 KiB: three of the smallest pieces
+    pending = end.post(like, "x")
+    pieces = [end.arrive(header(0, spec=like)._replace(piece=number)) for number in range(3)]
+    assert pieces == [pending, pending, pending]
     seen = []
-    for stripe in stripes:
+    for piece in pieces:
         seen.append(pending.done())
-        stripe.end_stripe()
-    assert [*seen, pending.done()] == [False, False, True]
+        piece.end_piece()
+    assert [*seen, pending.done()] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("connections", "num_bytes", "pieces"),
+    [(1, 1 << 30, 1), (2, 1 << 30, 8), (2, 0, 1), (2, 100_000, 6), (16, 100_000, 6)],
+)
+def test_tensor_is_cut_into_several_pieces_a_connection(
+    connections: int, num_bytes: int, pieces: int
+) -> None:
+    assert LinkEnd(0, 1, num_connections=connections).num_pieces(num_bytes) == pieces
 
 
 def test_connections_that_disagree_on_a_tensor_are_refused() -> None:
-    end = LinkEnd(0, 1, num_stripes=2)
+    end = LinkEnd(0, 1, num_connections=2)
     end.arrive(header(0, "x"))
     with pytest.raises(TransferError, match="the connections of rank 1 disagree on tensor 0"):
         end.arrive(header(0, "y"))
@@ -81,7 +92,7 @@ def test_first_error_stays_and_ends_the_carrier_once() -> None:
 
 
 def test_peer_is_lost_when_its_last_stream_has_ended() -> None:
-    end = LinkEnd(0, 1, num_stripes=2)
+    end = LinkEnd(0, 1, num_connections=2)
     end.end_stream()
     assert end.error is None
     end.end_stream()
@@ -100,7 +111,7 @@ def test_late_send_raises_timeout_naming_peer_and_action() -> None:
 
 def test_what_has_arrived_can_be_claimed_after_the_peer_is_lost() -> None:
     end = LinkEnd(0, 1)
-    end.arrive(header(0)).end_stripe()
+    end.arrive(header(0)).end_piece()
     end.lose("gone")
     assert end.post(PAIR, "x").wait().shape == (2,)
     with pytest.raises(PeerLost):
