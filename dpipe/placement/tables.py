@@ -14,7 +14,7 @@ from dpipe.config.load import Config
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.machines.machine import Machine
 from dpipe.memory.fit import in_run
-from dpipe.memory.walk import StageMemory
+from dpipe.memory.walk import LayerMemory, StageMemory
 from dpipe.placement.fleet import Floats, Ints
 from dpipe.plan.costs import LayerCosts, on_ranks, stage_cost
 from dpipe.plan.on_machines import layers_on
@@ -104,11 +104,12 @@ def held_of(config: Config, whole: LayerCosts) -> Held:
         nothing = np.zeros(num_layers + 1)
         return Held(nothing, nothing, nothing, 0.0)
     cut = (1,) * num_layers
-    layers = in_run(config, whole.memory_of(cut))
-    static = [_static(layer) for layer in layers]
-    held = [_held(layer) for layer in layers]
-    deferred = [layer[0].deferred_bytes for layer in layers]
-    working = max(_working(layer) for layer in layers)
+    stages = in_run(config, whole.memory_of(cut))
+    static = [_static(stage) for stage in stages]
+    layers = [_without_output(stage) for stage in stages]
+    held = [sum(part.held_bytes for part in layer) for layer in layers]
+    deferred = [sum(part.deferred_bytes for part in layer) for layer in layers]
+    working = max(_working(part) for layer in layers for part in layer)
     return Held(
         static=summed(np.array(static)),
         held=summed(np.array(held)),
@@ -120,6 +121,7 @@ def held_of(config: Config, whole: LayerCosts) -> Held:
 def _static(parts: StageMemory) -> int:
     return sum(
         part.parameter_bytes
+        + part.frozen_bytes
         + part.rounded_bytes
         + part.gradient_bytes
         + part.optimizer_bytes
@@ -128,13 +130,14 @@ def _static(parts: StageMemory) -> int:
     )
 
 
-def _held(parts: StageMemory) -> int:
-    # The last part is what a stage holds of its output, which a layer within a stage does not.
-    return parts[0].held_bytes
+def _without_output(parts: StageMemory) -> StageMemory:
+    """What a stage holds of its output, a layer within a stage does not hold. A layer that was
+    measured may be several parts.
+    """
+    return tuple(part for part in parts if not part.given_bytes)
 
 
-def _working(parts: StageMemory) -> int:
-    layer = parts[0]
+def _working(layer: LayerMemory) -> int:
     return max(
         layer.forward_bytes,
         layer.backward_bytes + layer.first_bytes,

@@ -22,6 +22,8 @@ _CLOSE = 1.3  # times the best estimate: what is farther off, the simulator does
 
 _CLOCK_IS_OFF = 1.05
 
+_SHARES_OF_MEMORY = (1.0, 0.9, 0.75, 0.5)
+
 _ALWAYS = 4  # are timed: the best, and alternatives to show
 
 
@@ -47,8 +49,8 @@ class Decided:
 
 def decide(problem: PlanProblem, objective: Objective, seed: int = 0) -> Decided:
     """Raises `ConfigError` where nothing fits, saying why."""
-    placements = search(problem, objective, seed)
-    if not placements:
+    timed = _timed(problem, objective, seed)
+    if not timed:
         raise ConfigError(why_nothing_fits(problem, objective))
 
     def value(found: Evaluated) -> float:
@@ -57,12 +59,6 @@ def decide(problem: PlanProblem, objective: Objective, seed: int = 0) -> Decided
             return price_of(problem, found.placement, step_s)
         return step_s
 
-    most = _CLOSE * placements[0].value
-    close = [placement for placement in placements[_ALWAYS:] if placement.value <= most]
-    trials = [Trial(problem, placement) for placement in (*placements[:_ALWAYS], *close)]
-    timed = [trial.by_clock[0] for trial in trials if trial.by_clock]
-    if not timed:
-        raise ConfigError(why_nothing_fits(problem, objective))
     least = min(map(value, timed))
     quick = []
     for found in timed:
@@ -77,6 +73,40 @@ def decide(problem: PlanProblem, objective: Objective, seed: int = 0) -> Decided
         best = best.trial.improved(best)
     best = best.trial.fully(best.schedule)
     return Decided(problem, objective, best, tuple(quick[1:]))
+
+
+def _timed(problem: PlanProblem, objective: Objective, seed: int) -> list[Evaluated]:
+    """The best few placements, and all that are close to the best, of those that fit.
+
+    The estimate adds up what layers hold one by one, and may let all that is close to the best be a
+    little too large. The search is then made again as if the machines had less memory.
+    """
+    for share in _SHARES_OF_MEMORY:
+        placements = search(_with_memory(problem, share), objective, seed)
+        if not placements:
+            break
+        most = _CLOSE * placements[0].value
+        close = [placement for placement in placements[_ALWAYS:] if placement.value <= most]
+        trials = [Trial(problem, placement) for placement in (*placements[:_ALWAYS], *close)]
+        timed = [trial.by_clock[0] for trial in trials if trial.by_clock]
+        if timed:
+            return timed
+    return []
+
+
+def _with_memory(problem: PlanProblem, share: float) -> PlanProblem:
+    """The same where each machine has `share` of its memory, and a rank may hold as much less."""
+    if share == 1:
+        return problem
+    machines = []
+    for machine in problem.cluster.machines:
+        memory_gb = None if machine.memory_gb is None else share * machine.memory_gb
+        machines.append(replace(machine, memory_gb=memory_gb))
+    limit_gb = problem.config.pipeline.memory_gb
+    limit_gb = None if limit_gb is None else share * limit_gb
+    config = problem.config.with_(pipeline__memory_gb=limit_gb)
+    cluster = replace(problem.cluster, machines=tuple(machines))
+    return replace(problem, config=config, cluster=cluster, _known={})
 
 
 def _with_larger_formats(found: Evaluated) -> Evaluated:

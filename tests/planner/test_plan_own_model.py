@@ -1,7 +1,9 @@
 """`dpipe plan` for a model of the user's own: its layers are counted, not a transformer's."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,16 +52,17 @@ memory_gb = 1
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planned_model", raising=False)  # of another folder
     (tmp_path / "planned_model.py").write_text(MODEL)
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "machines.toml").write_text(MACHINES)
     return tmp_path
 
 
-def test_own_model_is_cut_by_what_its_layers_take(folder: Path) -> None:
+def planned(*overrides: str) -> dict[str, Any]:
     text = plan_text(
         "job.toml",
-        (),
+        overrides,
         "machines.toml",
         write=None,
         max_price=None,
@@ -68,7 +71,28 @@ def test_own_model_is_cut_by_what_its_layers_take(folder: Path) -> None:
         seed=0,
         as_json=True,
     )
-    row = json.loads(text)
+    row: dict[str, Any] = json.loads(text)
+    return row
+
+
+@pytest.mark.parametrize("memory_gb", [0.09, 0.07])
+def test_what_layers_that_were_measured_hold_fits_the_machines(
+    memory_gb: float, folder: Path
+) -> None:
+    """What such a layer holds for backward was counted as nothing. With 0.09 GB the estimate takes
+    four micro-batches to fit, which do not: eight do.
+    """
+    small = MACHINES.replace("memory_gb = 1", f"memory_gb = {memory_gb}")
+    (folder / "machines.toml").write_text(small)
+    (folder / "job.toml").write_text(JOB.replace("num_microbatches = 4\n", ""))
+    row = planned("model.context=64", "train.batch_size=512")
+    memory = [seat["memory"] for seat in row["seats"]]
+    assert row["num_microbatches"] == 8
+    assert 0.4 < max(memory) <= 1
+
+
+def test_own_model_is_cut_by_what_its_layers_take(folder: Path) -> None:
+    row = planned()
     # Operations of a token: 256 in each narrow layer, 16,384 in the wide one, 4,096 in the head.
     assert row["layers_per_stage"] == [6, 1]
     assert all(0 < seat["memory"] < 1 for seat in row["seats"])
