@@ -14,10 +14,10 @@ from rich.console import Console
 
 from dpipe.agent.rows import RunRows
 from dpipe.agent.server import ElasticServer, Serving
+from dpipe.config.elastic import check_elastic
 from dpipe.config.load import Config, load
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.epoch.assignment import AssignedRun
-from dpipe.epoch.preparation import check_elastic
 from dpipe.errors import ConfigError, DpipeError, RunError
 from dpipe.memory.copies import copies_bytes
 from dpipe.plan.forecast import without_search

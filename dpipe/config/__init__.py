@@ -8,6 +8,7 @@ parallel.py   [pipeline], [tensor_parallel], [data_parallel]
 presets.py    sizes of published models by name
 checks.py     what spans sections
 trust.py      whose code a configuration may run
+elastic.py    what machines that come and go cannot do yet
 load.py       Config: all sections together; load, build
 reference.py  every key with type, default, allowed values and meaning, for people and programs
 effective.py  what a file comes to: the value of every key, and from where it is

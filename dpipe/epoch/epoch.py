@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from dpipe.config.elastic import check_elastic
 from dpipe.config.load import Config, build
 from dpipe.config.run import NodeConfig
 from dpipe.config.trust import refuse_untrusted
@@ -30,7 +31,6 @@ from dpipe.epoch.cadence import steps_between
 from dpipe.epoch.control import EpochControl
 from dpipe.epoch.guard import Guard, Vouch
 from dpipe.epoch.idle_time import IdleTime, WatchedLinks
-from dpipe.epoch.preparation import check_elastic
 from dpipe.epoch.state import EpochState
 from dpipe.errors import ConfigError, DpipeError, InputError, JoinError, NumericError
 from dpipe.keeper.client import Fetching, KeeperClient

@@ -7,10 +7,10 @@ waits for it, and what the first epoch would read, write and import is there.
 
 from typing import Any
 
-from dpipe.config.load import Config, build
+from dpipe.config.elastic import check_elastic
+from dpipe.config.load import build
 from dpipe.config.run import NodeConfig
 from dpipe.config.trust import refuse_untrusted
-from dpipe.errors import ConfigError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import draft
 from dpipe.probe.launcher_costs import from_text
@@ -28,38 +28,3 @@ def prepare(
     costs = from_text(config.digest(), layer_costs)
     # Reads the text, which makes its cache here, and imports what a rank needs.
     draft(config, probed=costs, choose=without_search, predicts_memory=False)
-
-
-def check_elastic(config: Config) -> None:
-    """Raises `ConfigError` for what an epoch cannot do yet."""
-    if config.pipeline.split == "measured":
-        raise ConfigError(
-            "an elastic run is cut before anything is measured: set pipeline.split to "
-            '"estimated", or to that of a plan'
-        )
-    if config.pipeline.plan == "auto":
-        raise ConfigError(
-            "an elastic run has the cut that its job says, whichever machines join: leave "
-            'pipeline.plan = "auto" out, or take what `dpipe plan` says'
-        )
-    if config.train.patience is not None:
-        raise ConfigError(
-            "train.patience ends a run early, and a run whose machines come and go ends at "
-            "train.steps: leave train.patience out"
-        )
-    if config.pipeline.may_remember:
-        raise ConfigError(
-            "an elastic run repeats steps, and a wire format of ranks or with +feedback does "
-            "not send the same twice: set pipeline.wire to another one"
-        )
-    if config.pipeline.num_versions > 1:
-        raise ConfigError(
-            "an elastic run drops the step that is under way, and where steps overlap there are "
-            f'two: set pipeline.schedule to another one than "{config.pipeline.schedule}"'
-        )
-    kind = config.data_parallel.active_kind
-    if config.tensor_parallel.size > 1 or kind.shards_optimizer or kind.has_server:
-        raise ConfigError(
-            "an elastic run keeps each layer whole on a rank: set tensor_parallel.size = 1 and "
-            'data_parallel.kind = "all-reduce" or "local-sgd"'
-        )

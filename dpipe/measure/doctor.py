@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
 EXTRAS = {  # the package of each that shows whether it is installed
     "hf": "transformers",
     "quantised": "torchao",
-    "eval": "lm_eval",
+    "eval": "lm-eval",
     "watch": "starlette",
     "prometheus": "prometheus_client",
     "wandb": "wandb",

@@ -20,8 +20,10 @@ from dpipe.wire.format import HopFormats
 
 _CLOSE = 1.3  # times the best estimate: what is farther off, the simulator does not make the best
 
-_CLOCK_IS_OFF = 1.05
+_CLOCK_IS_OFF = 1.05  # times the least by the clock: what is farther off is not simulated
 
+# Of what machines have, in turn, while nothing that the search finds there fits. Half of it is more
+# than the estimate was ever seen to be off by.
 _SHARES_OF_MEMORY = (1.0, 0.9, 0.75, 0.5)
 
 _ALWAYS = 4  # are timed: the best, and alternatives to show

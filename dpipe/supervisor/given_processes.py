@@ -16,8 +16,8 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
 from dpipe.agent.coordinate import coordinate
+from dpipe.config.elastic import check_spares
 from dpipe.config.load import Config, load
-from dpipe.epoch.preparation import check_elastic
 from dpipe.errors import ConfigError, RunError
 from dpipe.processes.environment import ProcessInfo, environment, process_info
 from dpipe.processes.signals import stop_on_signals
@@ -47,7 +47,7 @@ def train_elastic(
     Raises what `coordinate` does, and `RunError` where this process's machine cannot go on.
     """
     config = load(path, overrides, trust_code=trust_code)
-    check_job(config)
+    check_spares(config)
     process = process_info(environment(), rank, world_size, coordinator)
     _check(config, process, spares)
     token = config.node.token or process.token
@@ -85,17 +85,6 @@ def _check(config: Config, process: ProcessInfo, spares: int) -> None:
         raise ConfigError(
             "this process was started as the only one: `dpipe launch --spares` starts its machines "
             "itself"
-        )
-
-
-def check_job(config: Config) -> None:
-    """Raises `ConfigError` for one that cannot be trained so."""
-    check_elastic(config)
-    if config.run.checkpoint_url is None:
-        raise ConfigError(
-            "with --spares no machine keeps its rank, and so none its part of a checkpoint: set "
-            "run.checkpoint_url to a place that all machines reach, such as s3://bucket/run or "
-            "file:///shared/run"
         )
 
 

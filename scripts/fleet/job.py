@@ -12,13 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dpipe.config.elastic import check_spares
 from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
 from dpipe.machines.file import lists_machines
 from dpipe.plan.on_machines import placement_of
 from dpipe.planner.fits import planned
 from dpipe.planner.plan_file import load_plan
-from dpipe.supervisor.given_processes import check_job
 from dpipe.toml import to_toml
 from fleet.hosts import HostRank, Hosts, HostsError
 from fleet.ssh import COMMAND_S, Machine, each
@@ -156,7 +156,7 @@ def _ranks_of(config: Config, hosts: Hosts, spares: int | None) -> list[HostRank
     each slot. Raises what each process would of a job that does not outlive its machines.
     """
     if spares is not None:
-        check_job(config)
+        check_spares(config)
     elif config.pipeline.plan == "auto":
         return hosts.ranks(hosts.num_slots)
     return hosts.ranks(config.world_size + (spares or 0))

@@ -37,7 +37,10 @@ def break_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], l
     with ExitStack() as stack:
 
         def connect_through_paths(
-            end: SessionMesh, addresses: Mapping[int, str | None], peers: Collection[int]
+            end: SessionMesh,
+            addresses: Mapping[int, str | None],
+            peers: Collection[int],
+            *routes: Mapping[int, str | None],
         ) -> None:
             through: dict[int, str | None] = {}
             for rank, address in addresses.items():
@@ -46,7 +49,7 @@ def break_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], l
                 path = BrokenPath(port, reset_after=reset_after, seed=len(made))
                 made.append(stack.enter_context(path))
                 through[rank] = path.address
-            connect(end, through, peers)
+            connect(end, through, peers, *routes)
 
         join = Coordinator.join
 

@@ -129,6 +129,8 @@ def test_silent_strangers_are_let_go_and_others_still_come_in(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dpipe.transport.tcp.GREETING_S", 0.3)
+    # For as long the kernel keeps those who say nothing to itself.
+    monkeypatch.setattr("dpipe.session.listen.GREETING_S", 0.3)
     monkeypatch.setattr("dpipe.transport.tcp.MAX_LINKS", 2)
     ends = make(0), make(1)
     silent = [socket.create_connection(("127.0.0.1", ends[1].port), timeout=5) for _ in range(3)]

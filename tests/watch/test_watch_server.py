@@ -52,8 +52,9 @@ def ask(
 
 def status(port: int, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> int:
     answer, connection = ask(port, path, headers, method)
-    connection.close()
-    return answer.status
+    with answer:  # else a stream that goes on keeps its socket
+        connection.close()
+        return answer.status
 
 
 @pytest.fixture
@@ -94,6 +95,7 @@ def test_events_bring_points_picture_and_what_comes_later(
     assert next_event("picture")["step"] == 1
     append(tmp_path / "run", row(1))
     assert [point[0] for point in next_event("points")] == [1]
+    answer.close()
     connection.close()
 
 
