@@ -84,7 +84,10 @@ def joined(
             coordinator.abort(f"{type(error).__name__}: {error}")
             transport.fail(RunAborted("this rank failed"))
             raise
-        transport.close()  # while the coordinator's machine still passes on what it relays
+        # While the coordinator's machine still passes on what it relays. Else this rank leaves
+        # first: a link that broke at the end is waited for longer than the coordinator waits.
+        if coordinator.relayed:
+            transport.close()
         coordinator.leave()
 
 
