@@ -158,6 +158,24 @@ def test_what_wire_formats_cost_in_loss(name: str, where: str) -> None:
     assert shown == kept
 
 
+def test_steps_that_overlap_in_the_lab() -> None:
+    rows = []
+    for line in lines_of("gpt3xl_overlap"):
+        times = [f"{line[key]:.2f}" for key in ("predicted_s", "measured_s")]
+        rows.append([line["schedule"], line["wire"], *times])
+    assert table("Steps that overlap, measured") == rows
+
+
+def test_what_steps_that_overlap_cost_in_loss() -> None:
+    lines = lines_of("convergence_overlap")
+    first = lines[0]["final_held_out_loss"]
+    rows = []
+    for line in lines:
+        loss = line["final_held_out_loss"]
+        rows.append([line["name"], f"{loss:.4f}", percent(loss, first)])
+    assert table("What steps that overlap cost in loss") == rows
+
+
 def percent(loss: float, of: float) -> str:
     text = f"{(loss / of - 1) * 100:+.2f} %"
     return "0.00 %" if float(text.split()[0]) == 0 else text
