@@ -4,8 +4,8 @@ ended (PipeDream-2BW, Narayanan et al. 2021).
     step t      computes with the weights W(t - 1), which the step before left to it
     STEP t      W(t + 1) = W(t) - what the optimizer makes of the gradient of step t
 
-    version 0   | W(0): step 0         | COMPLETE 0: W(1), then STEP 0 makes it W(1)  | step 2 ...
-    version 1   |      W(0): step 1, which began before step 0 ended          | COMPLETE 1 ...
+    version 0   [W(0): step 0        ] COMPLETE 0, STEP 0 [W(1): step 2        ] ...
+    version 1           [W(0): step 1               ] COMPLETE 1, STEP 1 [W(2): step 3 ] ...
 
 Steps take turns with two copies of the layers. Optimizer, replicas and checkpoint see one set of
 parameters, those of the newest version: COMPLETE lays them onto the copy that has just become free,
@@ -144,6 +144,8 @@ class TwoVersions:
         return buffers
 
     def zero_grad(self) -> None:
+        # The newest version has new values: one in half precision rounds them again before use.
+        self._versions[self._newest].zero_grad()
         for parameter in self.parameters():
             parameter.grad = None
 
