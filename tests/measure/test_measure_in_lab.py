@@ -142,4 +142,4 @@ def test_pair_without_a_route_is_measured_through_the_relay(
         # Both halves of the way are as long as in the profile, and the slower one bounds the rate.
         assert 45 <= link.delay_ms < 90
         slowest_gbps = LINKS[by_way_of].bandwidth_gbps
-        assert 0.1 * slowest_gbps < link.bandwidth_gbps < 1.2 * slowest_gbps
+        assert 0.5 * slowest_gbps < link.bandwidth_gbps < 1.2 * slowest_gbps
