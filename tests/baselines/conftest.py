@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from rich.console import Console
-from tokenizers import BertWordPieceTokenizer
+from support.pieces import word_pieces
 
 from dpipe.baselines.foreign import train_rank
 from dpipe.config.load import Config, load
@@ -59,14 +59,12 @@ def as_bert(job: Path) -> tuple[str, ...]:
     ]
     text = "\n".join(sentences) + "\n\n" + "\n".join(reversed(sentences)) + "\n"
     (job.parent / "sentences.txt").write_text(text)
-    tokenizer = BertWordPieceTokenizer()
-    tokenizer.train_from_iterator([text], vocab_size=60, show_progress=False)
-    tokenizer.save(str(job.parent / "pieces.json"))
+    word_pieces(text).save(str(job.parent / "pieces.json"))
     data = (
         f'data.files=["{job.parent}/sentences.txt"]',
         f"data.tokenizer={job.parent}/pieces.json",
     )
-    return ("model.layers=bert", "model.vocab_size=64", *data)
+    return ("model.layers=bert", "model.vocab_size=72", *data)
 
 
 @pytest.fixture

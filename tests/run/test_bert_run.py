@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import BertWordPieceTokenizer
+from support.pieces import word_pieces
 
 from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError, DataError
@@ -21,7 +21,7 @@ Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
 # Relative: fp32 sums in another order, of which Adam makes a whole step where a gradient is all but
-# zero. Of one machine 6e-8, of another 1.2e-6; replicas that read the same rows move a loss by
+# zero. Seen: 6e-8 on one machine, 1.2e-6 on another. Replicas that read the same rows differ by
 # 4e-2.
 ROUNDING = 1e-5
 
@@ -45,9 +45,7 @@ CUTS: dict[str, dict[str, Any]] = {
 def small(tiny: Make, tmp_path: Path) -> Make:
     """`small(pipeline__stages=2)`: a BERT of four layers on a short text."""
     (tmp_path / "sentences.txt").write_text(TEXT)
-    tokenizer = BertWordPieceTokenizer()
-    tokenizer.train_from_iterator([TEXT], vocab_size=60, show_progress=False)
-    tokenizer.save(str(tmp_path / "pieces.json"))
+    word_pieces(TEXT).save(str(tmp_path / "pieces.json"))
 
     def make(**overrides: Any) -> Config:
         bert = {
