@@ -147,13 +147,18 @@ def check_versions(
         )
 
 
-def check_epochs(model: ModelConfig, train: TrainConfig) -> None:
+def check_epochs(model: ModelConfig, data: DataConfig, train: TrainConfig) -> None:
     if train.epochs is None:
         return
     if not model.family.computes or model.family.reads_pairs:
         raise ValueError(
             f'train.epochs are of rows or texts, and model.layers is "{model.layers}"; set '
             "train.steps instead"
+        )
+    if data.streaming:
+        raise ValueError(
+            "train.epochs need the number of rows, which a stream (data.streaming) does not know; "
+            "set train.steps instead: behind its last row it begins again"
         )
 
 

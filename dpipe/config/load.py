@@ -73,7 +73,7 @@ class Config(Section):
             self.model, self.replay, self.pipeline, self.tensor_parallel, self.train
         )
         checks.check_versions(self.pipeline, self.train, self.data_parallel, self.tensor_parallel)
-        checks.check_epochs(self.model, self.train)
+        checks.check_epochs(self.model, self.data, self.train)
         checks.check_sample(self.model, self.run)
         checks.check_splits(self.pipeline, self.data_parallel)
         checks.check_batch(self.train, self.data_parallel)

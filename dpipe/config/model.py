@@ -230,7 +230,7 @@ class DataConfig(Section):
 
     files: tuple[str, ...] = ()
     """UTF-8 text files: globs, relative to the working folder, or "package:NAME/GLOB" inside an
-    installed Python package. "replay" needs none."""
+    installed Python package. "replay" needs none. Rows may also lie at URLs that fsspec reads."""
 
     hub: str | None = None
     """A data set on the Hugging Face Hub in place of files: "org/name:split", or
@@ -255,12 +255,22 @@ class DataConfig(Section):
     """Whether several samples share a sequence; none of them sees another. false: one sample a
     sequence, and the rest of it is padding."""
 
+    shuffle: Literal["all", "none"] | Count = "all"
+    """In which order samples are learned: all shuffled, as they lie, or so many at a time shuffled
+    as they come. Of a stream "all" is 1,000 at a time."""
+
+    streaming: bool = False
+    """Whether rows are read while the run trains, from files that may be larger than this disk:
+    nothing but what is held out is kept here."""
+
     too_long: Literal["refuse", "truncate", "split"] = "refuse"
     """What becomes of a sample of more than model.context tokens: an error, its beginning alone, or
     several samples."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.streaming:
+            self._check_stream()
         if self.hub is None:
             return self
         if self.files:
@@ -268,6 +278,15 @@ class DataConfig(Section):
         if not self.has_samples:
             raise ValueError('data.hub holds rows: set data.format to "chat", "instruction" or so')
         return self
+
+    def _check_stream(self) -> None:
+        if not self.has_samples:
+            raise ValueError('data.streaming is of rows: set data.format to "chat" or so')
+        if isinstance(self.held_out, float) and self.held_out:
+            raise ValueError(
+                f"data.held_out {self.held_out} is a share of rows, and how many a stream has is "
+                'not known: name files (held_out = ["validation.jsonl"]), or set it to 0'
+            )
 
     @property
     def has_samples(self) -> bool:

@@ -14,7 +14,10 @@ from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
 from dpipe.data.corpus import Corpus
-from dpipe.data.samples import IGNORED, Ints, Samples
+from dpipe.data.samples import IGNORED, Columns, Samples
+from dpipe.data.stream import SampleStream
+
+Text = Corpus | Samples | SampleStream  # what a run reads
 
 
 class Feed(Protocol):
@@ -105,7 +108,7 @@ class SampleFeed:
     tokens behind them, and in one more column how many of the whole batch are learned.
     """
 
-    samples: Samples
+    samples: Samples | SampleStream
     train: TrainConfig
     context: int
     replica: int = 0
@@ -114,21 +117,20 @@ class SampleFeed:
     def training(self, step: int) -> Batch:
         size = self.train.batch_size
         seed = self.train.seed
-        sequences = []
+        rows = []
         for number in range(step * size, (step + 1) * size):
-            sequences.append(self.samples.sequence(seed, number, self.context))
-        return self._cut(sequences)
+            rows.append(self.samples.training_row(seed, number, self.context))
+        return self._cut(rows)
 
     def held_out(self, index: int) -> Batch:
         size = self.train.batch_size
-        sequences = []
+        rows = []
         for number in range(index * size, (index + 1) * size):
-            sequences.append(self.samples.held_out_sequence(number, self.context))
-        return self._cut(sequences)
+            rows.append(self.samples.held_out_row(number, self.context))
+        return self._cut(rows)
 
-    def _cut(self, sequences: Sequence[Ints]) -> Batch:
+    def _cut(self, rows: Sequence[Columns]) -> Batch:
         # Of all replicas: the mean is over the learned tokens of the whole batch.
-        rows = [self.samples.rows(sequence, self.context) for sequence in sequences]
         by_row = zip(*rows, strict=True)
         columns = [np.stack(column) for column in by_row]
         tokens, positions, targets = map(torch.from_numpy, columns)
@@ -160,7 +162,7 @@ class NoFeed:
 
 def feed_of(
     config: Config,
-    corpus: Corpus | Samples | None,
+    corpus: Text | None,
     replica: int = 0,
     num_replicas: int = 1,
 ) -> Feed:
@@ -168,7 +170,7 @@ def feed_of(
     if corpus is None:
         return NoFeed(config.train.num_microbatches)
     context = config.model.context
-    if isinstance(corpus, Samples):
+    if isinstance(corpus, Samples | SampleStream):
         return SampleFeed(corpus, config.train, context, replica, num_replicas)
     if isinstance(corpus.tokenizer, SentenceTokenizer):
         pairs = SentencePairs(corpus, corpus.tokenizer, context)

@@ -1,47 +1,148 @@
-"""Rows of files, each with its place: jsonl, json, csv, parquet, and a folder of datasets.
+"""Rows of files, each with its place: jsonl, json, csv, parquet and arrow, here or at a URL.
+
+    data.files ──find_row_files──> RowFile, ... ──read_rows──> ("chats.jsonl, line 12", row)
 
 A row that cannot be read is named by its file and its line, or its number where there are no lines.
+Rows are read one after the other: no file need fit in memory, and none at a URL is copied here.
 """
 
 import csv
+import hashlib
+import io
 import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import fsspec
+
+from dpipe.data.corpus import find_files
 from dpipe.errors import DataError
 from dpipe.hub.extra import extra_library
 
 Row = dict[str, Any]
 Placed = tuple[str, Row]  # "chats.jsonl, line 12", and what is there
+_ARROW_ROWS = 1000  # of a parquet file in memory at a time
+_KINDS = ".jsonl, .json, .csv, .parquet or .arrow"
 
 
-def read_rows(paths: Iterable[Path]) -> Iterator[Placed]:
+@dataclass(frozen=True)
+class RowFile:
+    """A file on any file system that fsspec knows."""
+
+    name: str  # as the user knows it: a path or a URL
+    path: str  # as its file system does
+    fs: Any
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.path).suffix
+
+    def open(self) -> Any:
+        return self.fs.open(self.path, "rb")
+
+    def content_digest(self) -> bytes:
+        with self.open() as file:  # it may be larger than memory
+            digest = hashlib.sha256()
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.digest()
+
+    def state_digest(self) -> bytes:
+        """Of its size, its time of writing and such, which costs no reading."""
+        state = f"{self.name} {self.fs.ukey(self.path)}"
+        return hashlib.sha256(state.encode()).digest()
+
+
+def find_row_files(patterns: Sequence[str], key: str) -> list[RowFile]:
+    """The files that the patterns of `key` name: globs, URLs, and folders of datasets.
+
+    Raises `DataError` for one that names nothing.
+    """
+    remote = []
+    tables = []
+    plain = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if "://" in pattern:
+            remote += _at_url(pattern, key)
+        elif path.is_dir():
+            tables += _table_files(path, key)
+        else:
+            plain.append(pattern)
+    if plain or not patterns:
+        tables += find_files(plain, key)
+    return [*local_files(tables), *remote]
+
+
+def local_files(paths: Iterable[Path]) -> list[RowFile]:
+    fs = fsspec.filesystem("file")
+    return [RowFile(str(path), str(path.absolute()), fs) for path in paths]
+
+
+def _at_url(pattern: str, key: str) -> list[RowFile]:
+    try:
+        fs, inside = fsspec.url_to_fs(pattern)
+        # What is no glob may lie where nothing can be listed, as behind http.
+        paths = sorted(fs.glob(inside)) if "*" in inside else [inside] * bool(fs.exists(inside))
+    # A file system that is not installed, a scheme that none has, and whatever a client raises.
+    except Exception as error:
+        raise DataError(f"{key} {pattern!r} cannot be read: {_in_a_line(error)}") from None
+    if not paths:
+        raise DataError(f"{key} {pattern!r} names nothing that is there")
+    return [RowFile(fs.unstrip_protocol(path), path, fs) for path in paths]
+
+
+def _table_files(folder: Path, key: str) -> list[Path]:
+    """As `Dataset.save_to_disk` has named them. Raises `DataError` for other folders."""
+    files = sorted(folder.glob("data-*.arrow"))
+    if files:
+        return files
+    splits = {str(path.parent) for path in folder.glob("*/data-*.arrow")}
+    hint = ", or name files: FOLDER/*.jsonl"
+    if splits:
+        names = ", ".join(sorted(splits))
+        hint = f"; name a split: {names}"
+    raise DataError(f"{key} {folder} is no folder that Dataset.save_to_disk has written{hint}")
+
+
+def read_rows(files: Iterable[RowFile]) -> Iterator[Placed]:
     """The rows of all files, in order. Raises `DataError` for one that is not a table's row."""
-    for path in paths:
-        match path.suffix:
-            case ".jsonl":
-                yield from _json_lines(path)
-            case ".json":
-                yield from _json_list(path)
-            case ".csv":
-                yield from _csv(path)
-            case ".parquet" | ".arrow":
-                yield from _arrow(path)
-            case _:
-                raise DataError(
-                    f"data.files: {path} holds no rows by its name; give .jsonl, .json, .csv, "
-                    '.parquet or .arrow, or take data.format = "text"'
-                )
+    for file in files:
+        yield from rows_of(file)
 
 
-def _json_lines(path: Path) -> Iterator[Placed]:
+def rows_of(file: RowFile, first: int = 0) -> Iterator[Placed]:
+    """The rows of one file from row `first` on, counted from 0: those before are not parsed, but in
+    formats that can be read only as a whole. Raises as `read_rows`.
+    """
+    readers = {
+        ".jsonl": _json_lines,
+        ".json": _json_list,
+        ".csv": _csv,
+        ".parquet": _parquet,
+        ".arrow": _arrow,
+    }
+    if file.suffix not in readers:
+        raise DataError(
+            f"data.files: {file.name} holds no rows by its name; give {_KINDS}, or take "
+            'data.format = "text"'
+        )
+    try:
+        yield from readers[file.suffix](file, first)
+    except OSError as error:
+        raise DataError(f"{file.name} cannot be read: {_in_a_line(error)}") from None
+
+
+def _json_lines(file: RowFile, first: int) -> Iterator[Placed]:
     # Bytes, so that one line that is not UTF-8 does not hide where it is.
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                place = f"{path}, line {number}"
-                yield place, _as_row(line, place)
+    with file.open() as lines:
+        filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        for number, line in islice(filled, first, None):
+            place = f"{file.name}, line {number}"
+            yield place, _as_row(line, place)
 
 
 def _as_row(content: bytes, place: str) -> Row:
@@ -58,40 +159,84 @@ def _checked(row: object, place: str) -> Row:
     return row
 
 
-def _json_list(path: Path) -> Iterator[Placed]:
+def _json_list(file: RowFile, first: int) -> Iterator[Placed]:
     try:
-        rows = json.loads(path.read_bytes())
+        with file.open() as opened:
+            rows = json.loads(opened.read())
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{path} is not JSON: {error}; a row a line is .jsonl") from None
+        raise DataError(f"{file.name} is not JSON: {error}; a row a line is .jsonl") from None
     if not isinstance(rows, list):
-        raise DataError(f"{path} must be a JSON list of rows; a row a line is .jsonl")
-    for number, row in enumerate(rows, 1):
-        place = f"{path}, row {number}"
+        raise DataError(f"{file.name} must be a JSON list of rows; a row a line is .jsonl")
+    for number, row in enumerate(rows[first:], first + 1):
+        place = f"{file.name}, row {number}"
         yield place, _checked(row, place)
 
 
-def _csv(path: Path) -> Iterator[Placed]:
-    with open(path, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file, strict=True)
+def _csv(file: RowFile, first: int) -> Iterator[Placed]:
+    with file.open() as opened:
+        text = io.TextIOWrapper(opened, encoding="utf-8", newline="")
+        reader = csv.DictReader(text, strict=True)
         try:
-            for row in reader:
-                place = f"{path}, line {reader.line_num}"
+            for row in islice(reader, first, None):
+                place = f"{file.name}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(f"{place} does not have the header's columns")
                 yield place, row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {reader.line_num + 1}: {error}") from None
+            raise DataError(f"{file.name}, line {reader.line_num + 1}: {error}") from None
 
 
-def _arrow(path: Path) -> Iterator[Placed]:
-    """Memory-mapped by datasets: such files may be larger than memory."""
-    datasets = extra_library("datasets", f"data.files {path}")
-    read = datasets.Dataset.from_file
-    if path.suffix == ".parquet":
-        read = datasets.Dataset.from_parquet
+def _parquet(file: RowFile, first: int) -> Iterator[Placed]:
+    """Of a row group before row `first` not even the bytes are read."""
+    parquet = _pyarrow("pyarrow.parquet", file)
+    with _readable(file, parquet.ParquetFile) as table:
+        groups: list[int] = []
+        start = 0  # rows of the groups that are left out
+        for group in range(table.num_row_groups):
+            count = table.metadata.row_group(group).num_rows
+            if not groups and start + count <= first:
+                start += count
+            else:
+                groups.append(group)
+        batches = table.iter_batches(_ARROW_ROWS, row_groups=groups)
+        yield from _numbered(file, batches, start, first)
+
+
+def _arrow(file: RowFile, first: int) -> Iterator[Placed]:
+    """The stream that datasets writes."""
+    ipc = _pyarrow("pyarrow.ipc", file)
+    with _readable(file, ipc.open_stream) as batches:
+        yield from _numbered(file, batches, 0, first)
+
+
+def _pyarrow(module: str, file: RowFile) -> Any:
+    return extra_library(module, f"data.files {file.name}")
+
+
+def _readable(file: RowFile, open_table: Any) -> Any:
     try:
-        table = read(str(path))
-    except Exception as error:  # whatever pyarrow and datasets raise
-        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
-    for number, row in enumerate(table, 1):
-        yield f"{path}, row {number}", dict(row)
+        return open_table(file.open())
+    except Exception as error:  # whatever pyarrow and the file system raise
+        raise DataError(f"{file.name} cannot be read: {_in_a_line(error)}") from None
+
+
+def _numbered(file: RowFile, batches: Iterable[Any], start: int, first: int) -> Iterator[Placed]:
+    """The rows of `batches`, the first of which is row `start` of the file, from `first` on."""
+    batches = iter(batches)
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # whatever pyarrow and the file system raise
+            raise DataError(
+                f"{file.name} cannot be read behind row {start}: {_in_a_line(error)}"
+            ) from None
+        if batch is None:
+            return
+        skipped = min(max(0, first - start), batch.num_rows)
+        for number, row in enumerate(batch.slice(skipped).to_pylist(), start + skipped + 1):
+            yield f"{file.name}, row {number}", row
+        start += batch.num_rows
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpipe.config.model import DataConfig
-from dpipe.data.corpus import check_apart, find_files
-from dpipe.data.rows import Row, read_rows
+from dpipe.data.corpus import check_apart
+from dpipe.data.rows import Row, RowFile, find_row_files, local_files, read_rows
 from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
 from dpipe.hub.extra import hub_function
@@ -41,7 +41,8 @@ Turn = dict[str, str]  # role and content
 Columns = tuple[Ints, NDArray[np.int32], Ints]
 Key = tuple[int, int]
 Sample = tuple[list[int], list[bool]]
-Parts = tuple[Sequence[Path], Sequence[Path]]  # to train on, and held out
+Stored = tuple[NDArray[Any], NDArray[np.bool_]]  # tokens of a sample, and which are learned
+Parts = tuple[Sequence[RowFile], Sequence[RowFile]]  # to train on, and held out
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -66,8 +67,16 @@ class Samples:
     num_held_out: int
     tokenizer: Tokenizer
     packing: bool
+    shuffle: str | int = "all"  # as data.shuffle
     # by (seed, epoch), the sequences of an epoch
     _epochs: dict[Key, list[Ints]] = field(default_factory=dict)
+
+    def training_row(self, seed: int, number: int, context: int) -> Columns:
+        """Inputs, positions and targets of training sequence `number`."""
+        return self.rows(self.sequence(seed, number, context), context)
+
+    def held_out_row(self, number: int, context: int) -> Columns:
+        return self.rows(self.held_out_sequence(number, context), context)
 
     def sequence(self, seed: int, number: int, context: int) -> Ints:
         """The samples of training sequence `number`, counted through all epochs."""
@@ -97,24 +106,12 @@ class Samples:
         return sequences[place]
 
     def rows(self, samples: Ints, context: int) -> Columns:
-        """Inputs, positions and targets [context] of one sequence. Padding, which is at the end,
-        sees itself alone and is not learned.
-        """
-        inputs = np.zeros(context, np.int64)
-        positions = np.zeros(context, np.int32)
-        targets = np.full(context, IGNORED)
-        place = 0
+        """Inputs, positions and targets [context] of one sequence."""
+        parts = []
         for sample in samples:
             start, end = self._range(int(sample))
-            length = end - start - 1
-            here = slice(place, place + length)
-            inputs[here] = self.tokens[start : end - 1]
-            positions[here] = np.arange(length)
-            behind = slice(start + 1, end)
-            following = self.tokens[behind]
-            targets[here] = np.where(self.learned[behind], following, IGNORED)
-            place = here.stop
-        return inputs, positions, targets
+            parts.append((self.tokens[start:end], self.learned[start:end]))
+        return columns_of(parts, context)
 
     def _range(self, sample: int) -> tuple[int, int]:
         start = 0
@@ -135,11 +132,14 @@ class Samples:
         num_trained = len(self.ends) - self.num_held_out
         if epoch < 0:
             return np.arange(num_trained, len(self.ends))
-        # Counter-based (Salmon et al. 2011), and the raw words: no version of numpy changes them.
-        counter = [0, 0, 0, epoch]
-        philox = np.random.Philox(key=seed % 2**64, counter=counter)
-        drawn = philox.random_raw(num_trained)
-        return np.argsort(drawn, kind="stable")
+        if self.shuffle == "none":
+            return np.arange(num_trained)
+        size = num_trained if self.shuffle == "all" else int(self.shuffle)
+        blocks = [np.zeros(0, np.int64)]
+        for block, start in enumerate(range(0, num_trained, max(1, size))):
+            count = min(size, num_trained - start)
+            blocks.append(start + shuffled(count, seed, epoch, block))
+        return np.concatenate(blocks)
 
     def _packed(self, order: Ints, context: int) -> list[Ints]:
         """In that order, each sequence as many samples as fit."""
@@ -161,22 +161,52 @@ class Samples:
         return sequences
 
 
+def columns_of(samples: Iterable[Stored], context: int) -> Columns:
+    """Inputs, positions and targets [context] of a sequence of these samples. Padding, which is at
+    the end, sees itself alone and is not learned.
+    """
+    inputs = np.zeros(context, np.int64)
+    positions = np.zeros(context, np.int32)
+    targets = np.full(context, IGNORED)
+    place = 0
+    for tokens, learned in samples:
+        length = len(tokens) - 1
+        here = slice(place, place + length)
+        inputs[here] = tokens[:-1]
+        positions[here] = np.arange(length)
+        targets[here] = np.where(learned[1:], tokens[1:], IGNORED)
+        place = here.stop
+    return inputs, positions, targets
+
+
+def shuffled(count: int, seed: int, epoch: int, block: int) -> Ints:
+    """The order of a block of `count` samples."""
+    # Counter-based (Salmon et al. 2011), and the raw words: no version of numpy changes them.
+    counter = [0, 0, block, epoch]
+    philox = np.random.Philox(key=seed % 2**64, counter=counter)
+    drawn = philox.random_raw(count)
+    return np.argsort(drawn, kind="stable")
+
+
 def prepare_samples(data: DataConfig, tokenizer: ChatTokenizer, context: int) -> Samples:
     """The samples of the configured files, from the cache or into it.
 
     Raises `DataError` naming file and line of a row that is broken, too long, or has nothing to
     learn, and for too few rows.
     """
-    paths = _files(data)
-    held_out_paths: list[Path] = []
-    if isinstance(data.held_out, tuple):
-        held_out_paths = _named_files(data.held_out, "data.held_out")
-        check_apart(paths, held_out_paths)
-    parts = (paths, held_out_paths)
-    digest = _digest(parts, data, tokenizer, context)
+    files = (training_files(data), held_out_files(data))
+    check_apart(*([Path(file.name) for file in part] for part in files))
+    return samples_of_files(files, data, tokenizer, context)
+
+
+def samples_of_files(
+    files: Parts, data: DataConfig, tokenizer: ChatTokenizer, context: int
+) -> Samples:
+    """As `prepare_samples`, of these files."""
+    digest = _digest(files, data, tokenizer, context)
     folder = Path(data.cache) / f"samples-{digest}"
     if not folder.is_dir():
-        _store(_tokenised(parts, data, tokenizer, context), folder)
+        _store(_tokenised(files, data, tokenizer, context), folder)
     # Mapped from the files: ranks of one machine share their pages.
     columns = []
     for name, dtype in _COLUMNS.items():
@@ -191,7 +221,7 @@ def prepare_samples(data: DataConfig, tokenizer: ChatTokenizer, context: int) ->
     num_held_out = int(held_out.sum())
     if isinstance(data.held_out, float):
         num_held_out = _share(len(ends), data.held_out)
-    return Samples(tokens, learned, ends, num_held_out, tokenizer, data.packing)
+    return Samples(tokens, learned, ends, num_held_out, tokenizer, data.packing, data.shuffle)
 
 
 def _share(num_samples: int, held_out: float) -> int:
@@ -220,52 +250,34 @@ def check_samples(samples: Samples, *, need_held_out: bool) -> None:
     if len(samples.ends) <= samples.num_held_out:
         raise DataError("data.files hold no rows to train on; give more, or lower data.held_out")
     if need_held_out and not samples.num_held_out:
-        raise DataError("no rows are held out: raise data.held_out, or unset train.eval_every")
+        raise no_rows_held_out()
 
 
-def _files(data: DataConfig) -> list[Path]:
+def no_rows_held_out() -> DataError:
+    return DataError("no rows are held out: set data.held_out, or unset train.eval_every")
+
+
+def training_files(data: DataConfig) -> list[RowFile]:
     """What holds the rows; of a folder of datasets the files of its table."""
     if data.hub is not None:
-        fetched: list[Path] = hub_function("dataset:split_files")(data.hub)
-        return fetched
-    return _named_files(data.files, "data.files")
+        return local_files(hub_function("dataset:split_files")(data.hub))
+    return find_row_files(data.files, "data.files")
 
 
-def _named_files(patterns: Sequence[str], key: str) -> list[Path]:
-    plain = []
-    tables = []
-    for pattern in patterns:
-        path = Path(pattern)
-        if path.is_dir():
-            tables += _table_files(path, key)
-        else:
-            plain.append(pattern)
-    if plain or not tables:
-        tables += find_files(plain, key)
-    return tables
-
-
-def _table_files(folder: Path, key: str) -> list[Path]:
-    """As `Dataset.save_to_disk` has named them. Raises `DataError` for other folders."""
-    files = sorted(folder.glob("data-*.arrow"))
-    if files:
-        return files
-    splits = {str(path.parent) for path in folder.glob("*/data-*.arrow")}
-    hint = ", or name files: FOLDER/*.jsonl"
-    if splits:
-        names = ", ".join(sorted(splits))
-        hint = f"; name a split: {names}"
-    raise DataError(f"{key} {folder} is no folder that Dataset.save_to_disk has written{hint}")
+def held_out_files(data: DataConfig) -> list[RowFile]:
+    if isinstance(data.held_out, float):
+        return []
+    return find_row_files(data.held_out, "data.held_out")
 
 
 def _digest(files: Parts, data: DataConfig, tokenizer: ChatTokenizer, context: int) -> str:
     trained, held_out = files
     choices = f"{data.format} {data.too_long} {context} {len(held_out)}"
     parts = [_FORMAT, tokenizer.fingerprint, choices.encode()]
-    for path in (*trained, *held_out):
-        parts.append(path.suffix.encode())
-        with open(path, "rb") as file:  # it may be larger than memory
-            parts.append(hashlib.file_digest(file, "sha256").digest())
+    for file in (*trained, *held_out):
+        # What lies elsewhere is read once, not twice.
+        content = file.state_digest() if "://" in file.name else file.content_digest()
+        parts += [file.suffix.encode(), content]
     digest = hashlib.sha256()
     for part in parts:
         # Of one length each: of parts that are just joined, a byte could change sides.
@@ -281,8 +293,7 @@ def _tokenised(
     tokens = columns["tokens"]
     before = 0  # tokens of earlier parts
     for is_held_out, place, row in _rows(files):
-        sample = sample_of(row, place, data.format, tokenizer)
-        for ids, mask in _fitted(sample, place, data.too_long, context):
+        for ids, mask in samples_of_row(row, place, data, tokenizer, context):
             tokens += ids
             columns["learned"] += mask
             columns["ends"].append(before + len(tokens))
@@ -297,13 +308,21 @@ def _tokenised(
 
 def _rows(files: Parts) -> Iterator[tuple[bool, str, Row]]:
     """Whether it is held out, its place, and what is there."""
-    for is_held_out, paths in enumerate(files):
-        for place, row in read_rows(paths):
+    for is_held_out, part in enumerate(files):
+        for place, row in read_rows(part):
             yield bool(is_held_out), place, row
 
 
 def _as_arrays(columns: dict[str, list[Any]]) -> Arrays:
     return {name: np.array(columns[name], dtype) for name, dtype in _COLUMNS.items()}
+
+
+def samples_of_row(
+    row: Row, place: str, data: DataConfig, tokenizer: ChatTokenizer, context: int
+) -> Iterator[Sample]:
+    """One, or several of a row that is split. Raises as `sample_of`."""
+    sample = sample_of(row, place, data.format, tokenizer)
+    return _fitted(sample, place, data.too_long, context)
 
 
 def sample_of(row: Row, place: str, format: str, tokenizer: ChatTokenizer) -> Sample:

@@ -17,8 +17,9 @@ from dpipe.choices import function_at
 from dpipe.config.load import Config
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer
 from dpipe.data.corpus import Corpus, prepare
-from dpipe.data.feed import feed_of
+from dpipe.data.feed import Text, feed_of
 from dpipe.data.samples import Samples, check_samples, prepare_samples
+from dpipe.data.stream import SampleStream, open_stream
 from dpipe.data.tokenizer import tokenizer_of, vocabulary_of, words_of
 from dpipe.errors import ConfigError, DataError
 from dpipe.hub.extra import hub_function
@@ -48,7 +49,7 @@ class RunPlan:
 
     config: Config
     model: LayeredModel | None  # None for replay
-    corpus: Corpus | Samples | None  # None for replay, and where it was not read
+    corpus: Text | None  # None for replay, and where it was not read
     # [s]: what a rank of stage s sends to the next, in replica 0
     boundaries: tuple[tuple[TensorSpec, ...], ...]
     forecast: Forecast
@@ -130,7 +131,7 @@ def draft(
     return RunPlan(config, model, corpus, sent, predicted, probed)
 
 
-def _with_steps(config: Config, corpus: Corpus | Samples) -> Config:
+def _with_steps(config: Config, corpus: Text) -> Config:
     """With as many steps as the epochs take, if those are set."""
     train = config.train
     if train.epochs is None:
@@ -139,6 +140,7 @@ def _with_steps(config: Config, corpus: Corpus | Samples) -> Config:
     if isinstance(corpus, Samples):
         sequences = corpus.sequences_in(train.epochs, train.seed, context)
     else:
+        assert not isinstance(corpus, SampleStream), "checks.py refuses epochs of a stream"
         tokens = train.epochs * corpus.num_train_tokens
         sequences = round(tokens / context)
     steps = math.ceil(sequences / train.batch_size)
@@ -221,15 +223,12 @@ def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
         )
 
 
-def read_text(config: Config) -> Corpus | Samples:
+def read_text(config: Config) -> Text:
     """Tokens of the configured files. Raises `DataError` if they cannot make one batch."""
     model = config.model
     data = config.data
     if data.has_samples:
-        words = words_of(config)
-        samples = prepare_samples(data, words, model.context)
-        check_samples(samples, need_held_out=config.train.eval_every is not None)
-        return samples
+        return _read_samples(config)
 
     def accept(corpus: Corpus) -> None:
         if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
@@ -247,6 +246,20 @@ def read_text(config: Config) -> Corpus | Samples:
     tokenizer = SentenceTokenizer(data.tokenizer) if pairs else tokenizer_of(config)
     between = b"\n\n" if pairs else b"\n"  # each file is a document of its own
     return prepare(data.files, tokenizer, Path(data.cache), data.held_out, accept, between)
+
+
+def _read_samples(config: Config) -> Samples | SampleStream:
+    data = config.data
+    context = config.model.context
+    words = words_of(config)
+    need_held_out = config.train.eval_every is not None
+    if data.streaming:
+        stream = open_stream(data, words, context, config.train.seed)
+        stream.check(need_held_out=need_held_out)
+        return stream
+    samples = prepare_samples(data, words, context)
+    check_samples(samples, need_held_out=need_held_out)
+    return samples
 
 
 def make_model(config: Config) -> LayeredModel:

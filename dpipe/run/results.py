@@ -14,7 +14,7 @@ from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import MACHINE
 from dpipe.data.corpus import Corpus
-from dpipe.data.samples import Samples
+from dpipe.data.feed import Text
 from dpipe.errors import InputError
 from dpipe.network.link import Host
 from dpipe.plan.costs import layer_flops
@@ -137,9 +137,9 @@ def show_result(run_plan: RunPlan, outcome: Outcome, folder: Path, console: Cons
     )
 
 
-def _text_scale(config: Config, corpus: Corpus | Samples) -> TextScale | None:
+def _text_scale(config: Config, corpus: Text) -> TextScale | None:
     # Of samples only answers are learned: nats a token do not convert to bits a byte.
-    if not config.model.family.continues_text or isinstance(corpus, Samples):
+    if not config.model.family.continues_text or not isinstance(corpus, Corpus):
         return None
     return TextScale(
         train_bytes_per_token=corpus.bytes_per_token("train"),
@@ -148,7 +148,7 @@ def _text_scale(config: Config, corpus: Corpus | Samples) -> TextScale | None:
     )
 
 
-def sample_text(config: Config, corpus: Corpus | Samples, url: str, prompt: str) -> str | None:
+def sample_text(config: Config, corpus: Text, url: str, prompt: str) -> str | None:
     """The finished model's continuation of `prompt`; None, and a warning, if it cannot be made.
 
     That is no failure of the run: each machine's part of a checkpoint may be in a folder of its

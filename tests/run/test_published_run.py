@@ -91,6 +91,15 @@ def test_run_goes_on_at_the_very_sample(chats, losses):
     assert losses(chats(2, train__decay="none"), resume=True) == straight
 
 
+def test_streamed_rows_have_the_losses_of_rows_that_are_kept(chats, losses):
+    """In their order, and also where the run was stopped and goes on."""
+    same = {"train__decay": "none", "data__shuffle": "none", "data__held_out": 0.0}
+    kept = losses(chats(1, **same))
+    same["data__streaming"] = True
+    losses(chats(2, train__steps=2, **same))
+    assert losses(chats(2, **same), resume=True) == kept
+
+
 def test_answer_of_a_run_is_that_of_its_export(chats, losses, tmp_path):
     config = chats(1)
     losses(config)

@@ -34,6 +34,7 @@ from dpipe.coordinator import frame, limits, membership, shared
 from dpipe.data import rows
 from dpipe.data.corpus import prepare
 from dpipe.data.samples import mapped
+from dpipe.data.stream import marks_in
 from dpipe.data.tokenizer import ByteTokenizer, FileTokenizer
 from dpipe.elastic.agents import Epoch
 from dpipe.elastic.journal import NAME as JOURNAL
@@ -761,6 +762,10 @@ def _spans() -> list[bytes]:
     return [dump_steps([StepSpans(7, (span,))])]
 
 
+def _rows(path: Path) -> object:
+    return list(rows.read_rows(rows.local_files([path])))
+
+
 def _kept_rows(path: Path) -> object:
     keep_rows_before(path, 5)
     return read_rows(path.parent)
@@ -1179,23 +1184,30 @@ FILES = [
     ),
     Decoder(
         "rows, one a line",
-        of_file("rows.jsonl", lambda path: list(rows.read_rows([path]))),
+        of_file("rows.jsonl", _rows),
         (DataError,),
         _text('{"instruction": "a", "output": "b"}\n\n{"messages": []}\n'),
         ("dpipe.data.rows:_as_row",),
     ),
     Decoder(
         "rows in a list",
-        of_file("rows.json", lambda path: list(rows.read_rows([path]))),
+        of_file("rows.json", _rows),
         (DataError,),
         _text('[{"instruction": "a", "output": "b"}]'),
         ("dpipe.data.rows:_json_list",),
     ),
     Decoder(
         "rows of a table",
-        of_file("rows.csv", lambda path: list(rows.read_rows([path]))),
+        of_file("rows.csv", _rows),
         (DataError,),
         _text('instruction,output\na,"b"\n'),
+    ),
+    Decoder(
+        "marks of a stream of rows",
+        marks_in,
+        (),
+        _text("[256, 0, 1, 3, 0, 1000, 0]\n[512, 1, 0, 0, 0, 0, 0]\n"),
+        ("dpipe.data.stream:marks_in",),
     ),
     Decoder(
         "weights of a published model",
