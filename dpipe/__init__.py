@@ -38,7 +38,8 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   paramserver    that server
                   coordinator    who is there
                   elastic        machines that come and go, epoch by epoch
-    configuration config         every setting, from TOML
+    configuration convert        other trainers' settings as ours
+                  config         every setting, from TOML
     alphabets     machines       what each machine is, and the links between them
                   schedule       what runs where in which order
                   wire           bytes: formats, messages

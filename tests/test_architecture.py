@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dataparallel": BELOW_CONFIG | {"optimizers"},
     "paramserver": BELOW_CONFIG | {"dataparallel", "optimizers"},  # it steps as a rank would
     "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
+    "convert": BELOW_CONFIG | {"config"},
     "search": BELOW_CONFIG | {"timeline"},
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
@@ -94,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "baselines": BELOW_TRAINING | {"engine", "processes", "run"},
     "bench": BELOW_TRAINING | {"engine", "processes", "run", "baselines"},
     "cli": BELOW_TRAINING
-    | {"agent", "bench", "engine", "measure", "processes", "run", "supervisor", "watch"},
+    | {"agent", "bench", "convert", "engine", "measure", "processes", "run", "supervisor", "watch"},
     "__init__": BELOW_CONFIG | {"config", "timeline", "run"},  # for type checkers: it is lazy
     "__main__": {"cli"},
 }
@@ -118,6 +119,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 WITHOUT_TORCH = (
     "choices.py",
     "config/",
+    "convert/",
     "dataparallel/kinds.py",
     "elastic/",
     "errors.py",

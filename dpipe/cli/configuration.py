@@ -67,7 +67,7 @@ def convert(file: str, target: str | None) -> None:
     Example:
       dpipe convert axolotl.yaml --to finetune.toml
     """
-    from dpipe.hub.axolotl import converted
+    from dpipe.convert.axolotl import converted
 
     text, left_out = converted(read_yaml(Path(file)))
     if target is None:

@@ -9,6 +9,7 @@ rows.py               rows of jsonl, json, csv and parquet files and URLs, each 
 samples.py            rows to samples, chats and such, to sequences of several samples
 stream.py             the same of rows that are read while the run trains
 bert_data.py          what BERT reads: two passages, some words masked out
+masked.py             what a published encoder reads: windows, some words masked out
 feed.py               a step's batch as a function of (seed, step, replica), cut into micro-batches
 batch.py              the type of such a batch
 

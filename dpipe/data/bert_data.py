@@ -85,7 +85,7 @@ class SentenceTokenizer(FileTokenizer):
 _HOW_TO_TOKENISE = "give a WordPiece tokenizer.json, such as scripts/bert_text.py trains"
 
 
-class _Draws:
+class Draws:
     """The random numbers of one sequence, straight from Philox (Salmon et al. 2011): no version of
     numpy changes them.
     """
@@ -108,6 +108,27 @@ class _Draws:
         return places[order[:count]]
 
 
+def mask_out(
+    tokens: Ints,
+    targets: Ints,
+    words: Ints,
+    length: int,
+    draws: Draws,
+    mask: int,
+    vocab_size: int,
+) -> None:
+    """Make some of the `words`, which are places in a sequence of `length`, targets, in place. What
+    the model reads for them: for eight of ten the mask, for one any word, for one the word itself.
+    """
+    num_masked = max(1, round(_MASKED_SHARE * length))
+    masked = draws.some_of(words, num_masked)
+    targets[masked] = tokens[masked]
+    fate = draws.all_below(10, len(masked))
+    others = draws.all_below(vocab_size, len(masked))
+    masks = np.full_like(masked, mask)
+    tokens[masked] = np.select([fate < 8, fate == 8], [masks, others], tokens[masked])
+
+
 @dataclass(frozen=True)
 class SentencePairs:
     """Sequences of `context` tokens of a text that `tokenizer` has cut into sentences."""
@@ -125,7 +146,7 @@ class SentencePairs:
         """Tokens and types [B, T], int64, lengths [B], int32; targets [B, T], int64. `numbers` are
         the sequences' numbers in the batch.
         """
-        draws = (_Draws(seed, number, step, 0) for number in numbers)
+        draws = (Draws(seed, number, step, 0) for number in numbers)
         return self._stacked(self._sequence("train", each) for each in draws)
 
     def held_out(self, numbers: Iterable[int]) -> Sequences:
@@ -133,7 +154,7 @@ class SentencePairs:
         sequences.
         """
         # The last word keeps these counters apart from those of training with seed 0.
-        draws = (_Draws(0, number, 0, 1) for number in numbers)
+        draws = (Draws(0, number, 0, 1) for number in numbers)
         return self._stacked(self._sequence("held_out", each) for each in draws)
 
     def check(self, *, need_held_out: bool) -> None:
@@ -192,7 +213,7 @@ class SentencePairs:
             return document
         return [window[window != self.tokenizer.separator]]
 
-    def _somewhere(self, part: Part, draws: _Draws) -> list[NDArray[Any]]:
+    def _somewhere(self, part: Part, draws: Draws) -> list[NDArray[Any]]:
         start, stop = self._range(part)
         reach = _REACH * self.context
         return self._sentences(start + draws.below(stop - start - reach))
@@ -200,7 +221,7 @@ class SentencePairs:
     def _passages(
         self,
         part: Part,
-        draws: _Draws,
+        draws: Draws,
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
         """A, B, and whether B is from elsewhere. Together they mostly fill the context; one pair in
         ten is shorter.
@@ -225,7 +246,7 @@ class SentencePairs:
         b = b[: max(length - len(a), length // 2)]
         return a[-(length - len(b)) :], b, elsewhere
 
-    def _sequence(self, part: Part, draws: _Draws) -> tuple[Ints, ...]:
+    def _sequence(self, part: Part, draws: Draws) -> tuple[Ints, ...]:
         """Tokens, types and targets [T], and the length."""
         a, b, elsewhere = self._passages(part, draws)
         first = [self.tokenizer.first]
@@ -240,20 +261,9 @@ class SentencePairs:
         targets = np.full(self.context, IGNORED)
         targets[0] = elsewhere
         words = np.r_[1 : seam - 1, seam : length - 1]
-        num_masked = max(1, round(_MASKED_SHARE * length))
-        masked = draws.some_of(words, num_masked)
-        targets[masked] = tokens[masked]
-        tokens[masked] = self._in_place_of(tokens[masked], draws)
+        tokenizer = self.tokenizer
+        mask_out(tokens, targets, words, length, draws, tokenizer.masked, tokenizer.vocab_size)
         return tokens, types, targets, np.array(length)
-
-    def _in_place_of(self, words: Ints, draws: _Draws) -> Ints:
-        """What the model reads for the words it is to find: for eight of ten the mask, for one any
-        word, for one the word itself.
-        """
-        fate = draws.all_below(10, len(words))
-        others = draws.all_below(self.tokenizer.vocab_size, len(words))
-        masks = np.full_like(words, self.tokenizer.masked)
-        return np.select([fate < 8, fate == 8], [masks, others], words)
 
     @staticmethod
     def _stacked(sequences: Iterable[tuple[Ints, ...]]) -> Sequences:

@@ -14,10 +14,11 @@ from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
 from dpipe.data.corpus import Corpus
+from dpipe.data.masked import MaskedFeed, MaskedText
 from dpipe.data.samples import IGNORED, Columns, Samples
 from dpipe.data.stream import SampleStream
 
-Text = Corpus | Samples | SampleStream  # what a run reads
+Text = Corpus | Samples | SampleStream | MaskedText  # what a run reads
 
 
 class Feed(Protocol):
@@ -172,6 +173,8 @@ def feed_of(
     context = config.model.context
     if isinstance(corpus, Samples | SampleStream):
         return SampleFeed(corpus, config.train, context, replica, num_replicas)
+    if isinstance(corpus, MaskedText):
+        return MaskedFeed(corpus, config.train, context, replica, num_replicas)
     if isinstance(corpus.tokenizer, SentenceTokenizer):
         pairs = SentencePairs(corpus, corpus.tokenizer, context)
         return PairFeed(pairs, config.train, replica, num_replicas)

@@ -110,7 +110,7 @@ def _published(
         if "lora_" in name or not (name in parameters or _is_frozen(layer, name)):
             continue
         published = skeleton.published_name(index, name).replace(_WRAPPED, "")
-        if published == "lm_head.weight" and skeleton.is_tied:
+        if published == f"{skeleton.architecture.output}.weight" and skeleton.is_tied:
             continue
         value = tensor.detach().to(dtype)
         yield from _in_file(skeleton, published, value)

@@ -11,12 +11,12 @@ skeleton.py        a whole model without memory, from its config.json alone
 structure.py       where the parts are in a family that has no entry
 trial.py           whether such a family computes the same in parts
 layers.py          parts of it as layers of a pipeline; their attention masks
+encoder.py         the same of encoders, such as BERT
 quantised.py       matrices that do not learn, in 8 or 4 bits
 adapter.py         LoRA, as peft injects it
 trained_adapter.py one that was trained before
 model.py           the list of layers that the rest of dpipe takes
 words.py           the model's own tokenizer and chat template
-axolotl.py         axolotl's configuration as one of dpipe's
 dataset.py         the rows of a data set on the hub
 
 To add a family: one entry in architectures.py, and a tiny configuration in

@@ -28,8 +28,9 @@ def lora_config(adapter: AdapterConfig, skeleton: Skeleton | None = None) -> Any
     target = adapter.target_modules
     if target == _ALL and adapter.layers and skeleton is not None:
         target = _linear_in_blocks(skeleton)
+    encoder = skeleton is not None and skeleton.architecture.is_encoder
     return peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=None if encoder else "CAUSAL_LM",  # peft has no name for masked words
         r=adapter.r,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,

@@ -1,9 +1,9 @@
-"""The families of transformers whose decoders dpipe can cut, each declared once. No torch.
+"""The families of transformers that dpipe can cut, each declared once. No torch.
 
-names in a model          layers of a pipeline
-base.tokens               0        with the learned positions, if it has any
-base.blocks.0 ..          1 ..     each with the rotary embedding and the mask of its kind
-base.norm, lm_head        n + 1
+names in a decoder        in an encoder         layers of a pipeline
+base.tokens               base.embeddings       0        with the learned positions, if it has any
+base.blocks.0 ..          base.blocks.0 ..      1 ..     each with the rotary embedding and the mask
+base.norm, lm_head        its head's modules    n + 1
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,30 @@ class Architecture:
     # whether there is a rotary embedding for each kind of layer
     rotary_by_layer: bool = False
     experts: Experts | None = None
+    # of an encoder, the modules beside the base that find masked words, one behind the other
+    head: tuple[str, ...] = ()
+    # the matrix that makes logits, tied with the embedding in some
+    output: str = "lm_head"
+    # where a checkpoint has the bias of that matrix, if elsewhere
+    output_bias: str | None = None
+
+    @property
+    def is_encoder(self) -> bool:
+        return bool(self.head)
+
+
+def _roberta(name: str) -> Architecture:
+    return Architecture(
+        name,
+        base="roberta",
+        tokens="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        blocks="encoder.layer",
+        rotary=None,
+        head=("lm_head",),
+        output="lm_head.decoder",
+        output_bias="lm_head.bias",
+    )
 
 
 ARCHITECTURES = Choices[Architecture](
@@ -69,4 +93,28 @@ ARCHITECTURES = Choices[Architecture](
         experts=Experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     Architecture("qwen3_moe", window="all", experts=Experts()),
+    Architecture(
+        "bert",
+        base="bert",
+        tokens="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        blocks="encoder.layer",
+        rotary=None,
+        head=("cls",),
+        output="cls.predictions.decoder",
+        output_bias="cls.predictions.bias",
+    ),
+    _roberta("roberta"),
+    _roberta("xlm-roberta"),
+    _roberta("camembert"),
+    Architecture(
+        "distilbert",
+        base="distilbert",
+        tokens="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        blocks="transformer.layer",
+        rotary=None,
+        head=("vocab_transform", "activation", "vocab_layer_norm", "vocab_projector"),
+        output="vocab_projector",
+    ),
 )

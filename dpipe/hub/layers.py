@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from dpipe.errors import ConfigError
+
 Placed = tuple[torch.Tensor, torch.Tensor]  # x_BTD, positions_BT
 
 
@@ -192,6 +194,8 @@ class HubKeyCache:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._embeddings = [layer for layer in layers if isinstance(layer, HubEmbedding)]
         self._blocks = [layer for layer in layers if isinstance(layer, HubBlock)]
+        if not self._blocks:
+            raise ConfigError("model.hf is an encoder, which finds words and continues no text")
 
     def begin(self) -> None:
         config = self._blocks[0].context.config

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpipe.config.load import Config
+from dpipe.errors import ConfigError
 from dpipe.hub.adapter import add_adapter, initialise_adapter
+from dpipe.hub.architectures import ARCHITECTURES
 from dpipe.hub.quantised import check_quantised, quantise
 from dpipe.hub.skeleton import Skeleton, check_sizes, skeleton_of
 from dpipe.hub.source import ModelSource, find_source
@@ -34,18 +36,40 @@ def layered_model(config: Config) -> LayeredModel:
     for index in range(skeleton.num_layers):
         factories.append(partial(_layer, skeleton, index, config.adapter.base))
     learns_all = config.adapter.kind == "none"
-    tokens = skeleton.architecture.tokens
+    parts = skeleton.architecture
+    tied = (f"{parts.tokens}.weight", f"{parts.output}.weight")
+    accuracy = _scored(config, text_accuracy, sample_accuracy)
     # Opened when the first layer is filled: a prediction needs none.
     weights = cache(partial(open_weights, source, skeleton))
     return LayeredModel(
         tuple(factories),
         _scored(config, text_loss, sample_loss),
-        tied=(f"{tokens}.weight", "lm_head.weight") if learns_all and skeleton.is_tied else None,
+        tied=tied if learns_all and skeleton.is_tied else None,
         fill=partial(_fill, weights, skeleton, config.adapter.start),
         frozen=_frozen(skeleton),
         alike=skeleton.alike,
-        accuracy=_scored(config, text_accuracy, sample_accuracy),
+        accuracy=masked_accuracy if parts.is_encoder else accuracy,
     )
+
+
+def is_encoder(config: Config) -> bool:
+    """Whether `model.hf` finds masked words, and continues no text. Raises `ConfigError`."""
+    known = ARCHITECTURES.get(source_of(config).config().model_type)
+    return known is not None and known.is_encoder
+
+
+def _check_use(skeleton: Skeleton, config: Config) -> None:
+    if skeleton.architecture.is_encoder and config.data.has_samples:
+        raise ConfigError(
+            f"model.hf is an encoder, which learns masked words of a text, and data.format is "
+            f'"{config.data.format}": give texts, and data.format = "text"'
+        )
+    most = skeleton.num_positions()
+    if most is not None and config.model.context > most:
+        raise ConfigError(
+            f"model.context {config.model.context} is longer than the {most} positions that "
+            "model.hf has learned: lower it"
+        )
 
 
 def _frozen(skeleton: Skeleton) -> int:
@@ -80,6 +104,7 @@ def adapted_skeleton(config: Config, source: ModelSource) -> Skeleton:
         check_sizes(published)
         try_out(published)
         skeleton = skeleton_of(published)
+        _check_use(skeleton, config)
         add_adapter(skeleton, config.adapter)
     if config.adapter.base != "full":
         check_quantised(skeleton, config.adapter.base)
@@ -119,7 +144,9 @@ def _scored(config: Config, of_text: Loss, of_samples: Loss) -> Loss:
 
 
 def text_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """Cross entropy in nats, the mean over all tokens."""
+    """Cross entropy in nats, the mean over all tokens; of an encoder over those masked out, of
+    which each sequence has as many (`data/masked.py`).
+    """
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
@@ -145,6 +172,15 @@ def sample_loss(
 def text_accuracy(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803
     """Share of the tokens that are the likeliest."""
     return (logits_BTV.argmax(-1) == targets_BT).float().mean()
+
+
+def masked_accuracy(
+    logits_BTV: torch.Tensor,  # noqa: N803
+    targets_BT: torch.Tensor,  # noqa: N803
+) -> torch.Tensor:
+    """Of the words that were masked out, as many in each sequence."""
+    masked = targets_BT != _IGNORED
+    return (logits_BTV.argmax(-1) == targets_BT)[masked].float().mean()
 
 
 def sample_accuracy(

@@ -11,11 +11,17 @@ from typing import Any
 
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.initialization import no_init_weights
 
 from dpipe.errors import ConfigError
 from dpipe.hub.architectures import ARCHITECTURES, Architecture
+from dpipe.hub.encoder import (
+    HubEncoderBlock,
+    HubEncoderEmbedding,
+    HubEncoderHead,
+    check_encoder,
+)
 from dpipe.hub.layers import Context, HubBlock, HubEmbedding, HubHead
 from dpipe.hub.structure import NotUnderstoodError, understood
 
@@ -59,6 +65,8 @@ class Skeleton:
             return f"{parts.base}.{name}"
         if layer < self.num_layers - 1:
             return f"{parts.base}.{parts.blocks}.{layer - 1}.{name.removeprefix('block.')}"
+        if self.is_tied and parts.output_bias and name == f"{parts.output}.bias":
+            return parts.output_bias
         if name.startswith("norm."):
             return f"{parts.base}.{parts.norm}.{name.removeprefix('norm.')}"
         # The head stands beside the base, in all families.
@@ -68,11 +76,17 @@ class Skeleton:
         """Of layer `index`, without a copy of it."""
         parts = self.architecture
         base = self.model.get_submodule(parts.base)
-        modules = [base.get_submodule(parts.norm), self.model.get_submodule("lm_head")]
         if index == 0:
-            modules = [base.get_submodule(name) for name in (parts.tokens, parts.positions) if name]
-        elif index < self.num_layers - 1:
+            names = (parts.tokens, parts.positions)
+            modules = [base.get_submodule(name) for name in names if name]
+            if parts.is_encoder:
+                modules = [base.get_submodule("embeddings")]
+        elif self.is_block(index):
             modules = [base.get_submodule(f"{parts.blocks}.{index - 1}")]
+        elif parts.is_encoder:
+            modules = [self.model.get_submodule(name) for name in parts.head]
+        else:
+            modules = [base.get_submodule(parts.norm), self.model.get_submodule(parts.output)]
         for module in modules:
             yield from module.parameters()
 
@@ -95,6 +109,8 @@ class Skeleton:
         """A copy of layer `index`; its parameters have no memory."""
         parts = self.architecture
         base = self.model.get_submodule(parts.base)
+        if parts.is_encoder:
+            return self._encoder_layer(base, index)
         if index == 0:
             names = (parts.tokens, parts.positions, parts.dropout)
             modules = {name: copy.deepcopy(getattr(base, name)) for name in names if name}
@@ -103,9 +119,29 @@ class Skeleton:
             return self._block(base, index - 1)
         return HubHead(
             copy.deepcopy(getattr(base, parts.norm)),
-            copy.deepcopy(self.model.get_submodule("lm_head")),
+            copy.deepcopy(self.model.get_submodule(parts.output)),
             getattr(self.config, "final_logit_softcapping", None),
         )
+
+    def _encoder_layer(self, base: nn.Module, index: int) -> nn.Module:
+        parts = self.architecture
+        if index == 0:
+            return HubEncoderEmbedding(copy.deepcopy(base.get_submodule("embeddings")))
+        if self.is_block(index):
+            block = copy.deepcopy(base.get_submodule(f"{parts.blocks}.{index - 1}"))
+            return HubEncoderBlock(block, self.config, draws=_draws(self.config))
+        head = {name: self.model.get_submodule(name) for name in parts.head}
+        return HubEncoderHead(copy.deepcopy(head))
+
+    def num_positions(self) -> int | None:
+        """How many a sequence may have, if they are learned."""
+        name = self.architecture.positions
+        if name is None:
+            return None
+        embedding: Any = self.model.get_submodule(f"{self.architecture.base}.{name}")
+        # RoBERTa's begin behind that of padding.
+        before = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
+        return int(embedding.num_embeddings - before)
 
     def _block(self, base: nn.Module, number: int) -> HubBlock:
         parts = self.architecture
@@ -138,16 +174,23 @@ def skeleton_of(config: Any) -> Skeleton:
     may be.
     """
     check_sizes(config)
+    known = ARCHITECTURES.get(config.model_type)
+    encoder = known is not None and known.is_encoder
+    if encoder:
+        check_encoder(config)
     # Names and shapes are wanted: a model of 70 GB must cost neither memory nor random numbers.
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config)
+            model = (AutoModelForMaskedLM if encoder else AutoModelForCausalLM).from_config(config)
     except Exception as error:  # it depends on the model's class what a broken configuration raises
         raise ConfigError(
             f"transformers makes no model of model.hf's configuration: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:500]}"
         ) from None
-    known = ARCHITECTURES.get(config.model_type)
+    if known is not None and known.output_bias is not None:
+        # Another name of the matrix's own bias or, where nothing is tied, read by nobody.
+        owner, _, name = known.output_bias.rpartition(".")
+        del model.get_submodule(owner)._parameters[name]
     return Skeleton(model, model.config, known or _understood(model))
 
 

@@ -24,7 +24,6 @@ from dpipe.hub.source import ModelSource
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_HEAD = "lm_head.weight"
 # peft wraps the matrix that it adapts.
 _WRAPPED = ".base_layer"
 
@@ -218,15 +217,28 @@ def num_experts(skeleton: Skeleton) -> int:
 
 
 def _read(weights: Weights, skeleton: Skeleton, name: str) -> torch.Tensor:
-    base = f"{skeleton.architecture.base}."
-    # Some were saved without the head, and so without the name of what is below it.
-    candidates = [name, name.removeprefix(base)]
-    if name == _HEAD and skeleton.is_tied:
-        tokens = f"{base}{skeleton.architecture.tokens}.weight"
-        candidates = [tokens, tokens.removeprefix(base)]
-    for candidate in candidates:
+    for candidate in _names_in_files(skeleton, name):
         if candidate in weights:
             return weights.read(candidate)
     raise CheckpointError(
         f"the weights of model.hf hold no {name}: a file is missing, or they are of another model"
     )
+
+
+def _names_in_files(skeleton: Skeleton, name: str) -> Iterator[str]:
+    """What a checkpoint may call the parameter that transformers calls `name`."""
+    parts = skeleton.architecture
+    base = f"{parts.base}."
+    if name == f"{parts.output}.weight" and skeleton.is_tied:
+        name = f"{base}{parts.tokens}.weight"
+    names = [name]
+    if name == parts.output_bias:
+        names.append(f"{parts.output}.bias")
+    if parts.is_encoder:
+        # BERT's first files, which came from TensorFlow.
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        names.append(old.replace("LayerNorm.bias", "LayerNorm.beta"))
+    for each in names:
+        yield each
+        # Some were saved without the head, and so without the name of what is below it.
+        yield each.removeprefix(base)

@@ -38,6 +38,21 @@ class Words:
         return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     @property
+    def frame(self) -> tuple[int, int, int]:
+        """The tokens before and behind a sequence, and the one in place of a masked word. Raises
+        `DataError` for one that is not there.
+        """
+        names = ("cls_token", "sep_token", "mask_token")
+        missing = [name for name in names if getattr(self._tokenizer, f"{name}_id") is None]
+        if missing:
+            raise DataError(
+                f"the tokenizer of model.hf {self.name} has no {', '.join(missing)}, which an "
+                "encoder needs: copy the one that belongs to the model"
+            )
+        first, last, masked = (getattr(self._tokenizer, f"{name}_id") for name in names)
+        return int(first), int(last), int(masked)
+
+    @property
     def has_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 

@@ -18,6 +18,7 @@ from dpipe.config.load import Config
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer
 from dpipe.data.corpus import Corpus, prepare
 from dpipe.data.feed import Text, feed_of
+from dpipe.data.masked import MaskedText
 from dpipe.data.samples import Samples, check_samples, prepare_samples
 from dpipe.data.stream import SampleStream, open_stream
 from dpipe.data.tokenizer import tokenizer_of, vocabulary_of, words_of
@@ -230,6 +231,9 @@ def read_text(config: Config) -> Text:
     if data.has_samples:
         return _read_samples(config)
 
+    if model.hf is not None and hub_function("model:is_encoder")(config):
+        return _read_masked(config)
+
     def accept(corpus: Corpus) -> None:
         if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
             raise DataError(
@@ -246,6 +250,21 @@ def read_text(config: Config) -> Text:
     tokenizer = SentenceTokenizer(data.tokenizer) if pairs else tokenizer_of(config)
     between = b"\n\n" if pairs else b"\n"  # each file is a document of its own
     return prepare(data.files, tokenizer, Path(data.cache), data.held_out, accept, between)
+
+
+def _read_masked(config: Config) -> MaskedText:
+    """A text for an encoder, which finds masked words of it."""
+    data = config.data
+    words = words_of(config)
+    frame = words.frame
+    need_held_out = config.train.eval_every is not None
+
+    def accept(corpus: Corpus) -> None:
+        text = MaskedText(corpus, frame)
+        text.check(config.model.context, need_held_out=need_held_out)
+
+    corpus = prepare(data.files, words, Path(data.cache), data.held_out, accept)
+    return MaskedText(corpus, frame)
 
 
 def _read_samples(config: Config) -> Samples | SampleStream:

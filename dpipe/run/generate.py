@@ -114,6 +114,7 @@ def _continue(
     ids = tokenizer.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
+    keys = _keys_of(config, layers)
     try:
         continued = continue_ids(
             layers,
@@ -123,7 +124,7 @@ def _continue(
             tokenizer.vocab_size,
             temperature,
             seed,
-            keys=_keys_of(config, layers),
+            keys=keys,
         )
         return tokenizer.decode(continued)
     except Exception as error:  # whatever a user's own layers raise

@@ -117,7 +117,7 @@ def test_revision_of_a_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"model_type": "bert"}, "beside bert it has cls, in place of lm_head; known are llama"),
+        ({"model_type": "megatron-bert"}, "beside bert it has cls, in place of lm_head; known"),
         ({"model_type": "bloom"}, "one of ln_f, word_embeddings_layernorm in transformer has no"),
         ({"model_type": "mpt"}, r"its blocks do not run by themselves: .*position_bias"),
         ({"model_type": "gpt_neox"}, "its files hold embed_out.weight, which the model has by no"),

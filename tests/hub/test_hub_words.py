@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dpipe.config.load import build
-from dpipe.data.rows import read_rows
+from dpipe.data.rows import local_files, read_rows
 from dpipe.errors import ConfigError, DataError
 from dpipe.export.run import export_folder
 from dpipe.hub.extra import extra_library, hub_function
@@ -74,9 +74,9 @@ def test_extra_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"\[adapter\] needs peft: pip install 'dpipe\[hf"):
         extra_library("peft", "[adapter]")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data.files .*rows.arrow needs datasets"):
-        list(read_rows([tmp_path / "rows.arrow"]))
+    monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
+    with pytest.raises(ConfigError, match=r"data.files .*rows.arrow needs pyarrow"):
+        list(read_rows(local_files([tmp_path / "rows.arrow"])))
 
 
 def test_run_of_another_model_is_not_exported(tmp_path):

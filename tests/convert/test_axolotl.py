@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from dpipe.cli.main import main
 from dpipe.config.load import build, load
+from dpipe.convert.axolotl import converted
 from dpipe.errors import ConfigError
-from dpipe.hub.axolotl import converted
 
 LORA = {
     "base_model": "org/model",
