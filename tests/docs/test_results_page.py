@@ -55,6 +55,15 @@ def test_every_figure_that_readme_had_is_on_a_page() -> None:
     assert not lost
 
 
+def test_page_has_the_figures_of_the_fine_tuning_that_is_kept() -> None:
+    printed = (ROOT / "scripts/results/finetune.txt").read_text(encoding="utf-8")
+    losses = re.findall(r"held-out loss ([\d.]+)", printed)
+    (apart,) = re.findall(r"difference of logits, run and export: (\S+)", printed)
+    section = one_line(sections()["Fine-tuning a published model"])
+    assert "from {} to {} nats".format(*losses) in section
+    assert f"logits of the run to {apart}" in section
+
+
 def marked(name: str) -> list[list[str]]:
     """The cells of the table that scripts/table.py has put on the page."""
     found = re.search(rf"<!-- {name} replay -->\n(.*?)\n<!-- end -->", text_of(RESULTS), re.DOTALL)
