@@ -108,10 +108,14 @@ def _pipeline(row: dict[str, Any]) -> str:
     group = ""
     if row["tensor_parallel"] > 1:
         group = f" of {row['tensor_parallel']} ranks"
-    return (
-        f"{each}{row['stages']} stages{group}, {row['num_microbatches']} micro-batches of "
-        f"{row['micro_batch_size']}"
-    )
+    stages = _counted(row["stages"], "stage", "stages")
+    micro_batches = _counted(row["num_microbatches"], "micro-batch", "micro-batches")
+    return f"{each}{stages}{group}, {micro_batches} of {row['micro_batch_size']}"
+
+
+def _counted(number: int, one: str, many: str) -> str:
+    """Such as "1 stage" and "2 stages"."""
+    return f"{number} {one if number == 1 else many}"
 
 
 def seat_reports_of(row: dict[str, Any]) -> list[SeatReport]:
@@ -144,8 +148,10 @@ def _alternative_lines(row: dict[str, Any], priced: bool) -> Iterator[str]:
         price = ""
         if priced:
             price = f", {each['price_per_million_tokens']:.4f} a million tokens"
+        stages = _counted(each["stages"], "stage", "stages")
+        machines = _counted(each["machines"], "machine", "machines")
+        micro_batches = _counted(each["num_microbatches"], "micro-batch", "micro-batches")
         yield (
-            f"{label:<16}{each['replicas']} x {each['stages']} stages on {each['machines']} "
-            f"machines, {each['num_microbatches']} micro-batches: {each['step_s']:.4f} s "
-            f"({slower:+.0%}){price}"
+            f"{label:<16}{each['replicas']} x {stages} on {machines}, {micro_batches}: "
+            f"{each['step_s']:.4f} s ({slower:+.0%}){price}"
         )

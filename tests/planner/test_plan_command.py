@@ -91,6 +91,11 @@ def test_explanation_says_what_one_more_machine_brings(folder: Path) -> None:
     assert re.search(r"one more machine like m0: -\d+%$", planned_with(2), re.M)
 
 
+def test_explanation_counts_one_stage_in_the_singular(folder: Path) -> None:
+    printed = plan("-o", "pipeline.stages=1", "-o", "data_parallel.replicas=1").output
+    assert re.search(r"^pipeline +1 stage, \d+ micro-batch", printed, re.M)
+
+
 def test_job_that_states_the_cut_of_each_replica_is_refused(folder: Path) -> None:
     done = plan(
         *("-o", "pipeline.splits=[[3,3],[2,4]]", "-o", "pipeline.stages=2"),
