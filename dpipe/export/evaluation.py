@@ -23,6 +23,7 @@ from rich.table import Table
 
 from dpipe.errors import ConfigError, RunError
 from dpipe.export.run import export_folder
+from dpipe.hub.extra import hub_function
 from dpipe.store.run_folder import load_configuration, needing_room
 
 _PUBLISHED = "published"
@@ -63,11 +64,11 @@ def evaluate_run(
     `published` beside that of the model before its training. Everything that lm_eval returned goes
     to a file in the run's folder.
 
-    Raises `ConfigError` for a run of another model, for tasks that there are not, and without
-    lm_eval; `RunError` where a task cannot be carried out.
+    Raises `ConfigError` for a run of another model or of an encoder, for tasks that there are not,
+    and without lm_eval; `RunError` where a task cannot be carried out.
     """
     library = _library()
-    load_configuration(run)  # or it is no run, and nothing may be written there
+    _check_model(run)
     manager = _task_manager(library, harness)
     results = {}
     with _models(run, best=best, exported=exported, published=published) as models:
@@ -77,6 +78,16 @@ def evaluate_run(
     scores = {name: _scores(result) for name, result in results.items()}
     path = _write(run, harness, scores, results)
     return f"{_table(scores)}\nwritten to {path}"
+
+
+def _check_model(run: Path) -> None:
+    """Raises `ConfigError` if `run` is no run, or its model continues no text."""
+    config = load_configuration(run)
+    if config.model.hf is not None and hub_function("model:is_encoder")(config):
+        raise ConfigError(
+            f"{run} is a run of an encoder, and lm_eval's tasks ask how a text goes on: train with "
+            "train.eval_every, and read held_out_accuracy in metrics.jsonl"
+        )
 
 
 def _library() -> Any:

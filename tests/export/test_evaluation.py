@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from export.test_export_folder import save_checkpoint
+from hub.test_hub_encoder import save as save_encoder
 
 from dpipe.cli.main import main
 from dpipe.config.load import build
@@ -153,6 +154,17 @@ def test_eval_refuses_what_cannot_be_evaluated(run, lm_eval, arguments, code, sa
     assert result.exit_code == code
     assert re.search(said, result.stderr)
     assert not (run / "eval").exists()
+
+
+def test_eval_refuses_an_encoder(lm_eval, tmp_path):
+    model = save_encoder("bert", tmp_path / "model")
+    run = tmp_path / "run"
+    run.mkdir()
+    save_configuration(run, build({"model": {"hf": str(model), "context": 16}}))
+    result = evaluate(run, "--tasks", "capitals")
+    assert result.exit_code == 2
+    assert "run is a run of an encoder, and lm_eval's tasks ask how a text goes on" in result.stderr
+    assert not lm_eval.asked
 
 
 def test_eval_says_which_extra_is_missing(run, monkeypatch):
