@@ -83,6 +83,7 @@ def evaluate_run(
 def _check_model(run: Path) -> None:
     """Raises `ConfigError` if `run` is no run, or its model continues no text."""
     config = load_configuration(run)
+    # transformers would open its export as a decoder: scores that mean nothing, and no error.
     if config.model.hf is not None and hub_function("model:is_encoder")(config):
         raise ConfigError(
             f"{run} is a run of an encoder, and lm_eval's tasks ask how a text goes on: train with "

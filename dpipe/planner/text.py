@@ -115,6 +115,7 @@ def _pipeline(row: dict[str, Any]) -> str:
 
 def _counted(number: int, one: str, many: str) -> str:
     """Such as "1 stage" and "2 stages"."""
+    # A plan of one stage is common: whole replicas, or one machine that is fast enough.
     return f"{number} {one if number == 1 else many}"
 
 
