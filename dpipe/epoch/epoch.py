@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import clear_frames
 from typing import Literal
 
 from dpipe.config.elastic import check_elastic
@@ -95,6 +96,8 @@ def run_epoch(
     except (DpipeError, OSError) as error:
         end = EpochEnd(_outcome_of(error), str(error), epoch.next_step)
         LOG.warning("epoch %d ends: %s", assignment.epoch, end.reason)
+        # A thread that is not over yet may hold the error, and by its traceback the model.
+        clear_frames(error.__traceback__)
     # After the error is gone, whose traceback holds what the epoch was made of.
     epoch.keep_state()
     del epoch
