@@ -195,8 +195,13 @@ def prepare_samples(data: DataConfig, tokenizer: ChatTokenizer, context: int) ->
     learn, and for too few rows.
     """
     files = (training_files(data), held_out_files(data))
-    check_apart(*([Path(file.name) for file in part] for part in files))
+    check_rows_apart(*files)
     return samples_of_files(files, data, tokenizer, context)
+
+
+def check_rows_apart(files: Sequence[RowFile], held_out: Sequence[RowFile]) -> None:
+    """Raises `DataError` for a file that would be trained on and held out."""
+    check_apart([Path(file.name) for file in files], [Path(file.name) for file in held_out])
 
 
 def samples_of_files(

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from dpipe.data.samples import (
     Columns,
     Samples,
     Stored,
+    check_rows_apart,
     columns_of,
     held_out_files,
     no_rows_held_out,
@@ -139,7 +141,8 @@ class SampleStream:
 
     def _shuffled(self, mark: Mark) -> Iterator[tuple[Mark, Stored]]:
         """The samples of the rest of one epoch, in the order in which they are learned."""
-        size = {"all": _BUFFER, "none": 1}.get(str(self.data.shuffle)) or int(self.data.shuffle)
+        size = _BUFFER if self.data.shuffle == "all" else self.data.shuffle
+        size = 1 if size == "none" else size
         placed = self._placed(mark.place)
         block = mark.block
         skipped = mark.skipped
@@ -165,9 +168,10 @@ class SampleStream:
                     if here >= start:
                         yield here, (np.array(ids, np.int32), np.array(learned))
 
-    @property
+    @cached_property
     def _journal(self) -> Path:
         """For each of these files, read like this, one."""
+        # Made once: elsewhere a file is asked for its state over the network.
         data = self.data
         choices = f"{data.format} {data.too_long} {self.context} {data.packing} {data.shuffle}"
         parts = [_FORMAT, self.tokenizer.fingerprint, f"{choices} {self.seed}".encode()]
@@ -220,11 +224,13 @@ def open_stream(
     data: DataConfig, tokenizer: ChatTokenizer, context: int, seed: int
 ) -> SampleStream:
     """Nothing of it is read yet but what is held out. Raises `DataError` for files that are not
-    there.
+    there, and for one that would be trained on and held out.
     """
     patterns = data.files
     if data.hub is not None:
         patterns = hub_function("dataset:split_urls")(data.hub)
     files = find_row_files(patterns, "data.files")
-    held_out = samples_of_files(([], held_out_files(data)), data, tokenizer, context)
+    apart = held_out_files(data)
+    check_rows_apart(files, apart)
+    held_out = samples_of_files(([], apart), data, tokenizer, context)
     return SampleStream(files, held_out, data, tokenizer, context, seed)

@@ -112,6 +112,11 @@ def test_stream_goes_back_for_a_step_that_is_done_again(files, tmp_path):
     assert_equal(sequences(stream, range(4, 12)), first[4:])
 
 
+def test_file_that_is_streamed_and_held_out_is_refused(files, tmp_path):
+    with pytest.raises(DataError, match="b.jsonl is in data.files and in data.held_out"):
+        stream_of(tmp_path, files, held_out=(files[1],))
+
+
 def test_broken_row_of_a_stream_is_named_when_it_is_read(files, tmp_path):
     with open(files[1], "a") as file:
         file.write("{\n")
