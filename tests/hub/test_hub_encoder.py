@@ -87,11 +87,12 @@ def test_encoder_has_the_loss_and_gradients_of_transformers(family, tmp_path):
         assert seen == {id(parameter) for parameter in learning}
 
 
-def job(folder, tmp_path, stages=1, **model):
+def job(folder, tmp_path, stages=1, adapter=None, **model):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     return build(
         {
             "model": {"hf": folder, "context": 16, **model},
+            "adapter": adapter or {},
             "data": {"files": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache")},
             "train": {"steps": 4, "batch_size": 4, "num_microbatches": 2, "learning_rate": 1e-2},
             "pipeline": {"stages": stages},
@@ -112,6 +113,24 @@ def test_encoder_learns_alike_in_any_cut_and_continues_no_text(losses, tmp_path)
     export_folder(run, tmp_path / "out")
     before = reference(folder)(published.tokens()).logits
     assert not torch.equal(reference(tmp_path / "out")(published.tokens()).logits, before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+def test_adapter_of_an_encoder_opens_in_peft_as_it_learned(losses, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = save("bert", tmp_path / "model")
+    config = job(folder, tmp_path, 2, adapter={"kind": "lora"})
+    learned = losses(config)
+    assert learned[-1] < learned[0]
+    run = tmp_path / "run-2"
+    export_folder(run, tmp_path / "merged")
+    export_folder(run, tmp_path / "adapter", only_adapter=True)
+    tokens = published.tokens()
+    before = reference(folder).eval()(tokens).logits
+    merged = reference(tmp_path / "merged").eval()(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(reference(folder), tmp_path / "adapter").eval()
+    assert not torch.allclose(merged, before, atol=1e-3)
+    torch.testing.assert_close(adapted(tokens).logits, merged, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
