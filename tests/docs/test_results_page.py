@@ -59,7 +59,9 @@ def test_page_has_the_figures_of_the_fine_tuning_that_is_kept() -> None:
     printed = (ROOT / "scripts/results/finetune.txt").read_text(encoding="utf-8")
     losses = re.findall(r"held-out loss ([\d.]+)", printed)
     (apart,) = re.findall(r"difference of logits, run and export: (\S+)", printed)
+    ((minutes, seconds),) = re.findall(r"^real\t(\d+)m([\d.]+)s$", printed, flags=re.MULTILINE)
     section = one_line(sections()["Fine-tuning a published model"])
+    assert f"took {minutes} minutes {float(seconds):.0f} s" in section
     assert "from {} to {} nats".format(*losses) in section
     assert f"logits of the run to {apart}" in section
 
