@@ -12,3 +12,11 @@ class Batch:
 
     inputs: Sequence[tuple[torch.Tensor, ...]] = ()  # needed on the first stage's rank
     targets: Sequence[torch.Tensor] = ()  # needed on the last stage's rank
+
+
+def micro_batches(
+    whole: torch.Tensor, replica: int, num_replicas: int, count: int
+) -> tuple[torch.Tensor, ...]:
+    """A replica's share of the one batch, in `count` parts of one size."""
+    own = whole.chunk(num_replicas)[replica]
+    return own.chunk(count)

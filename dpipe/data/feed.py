@@ -11,7 +11,7 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.config.run import TrainConfig
-from dpipe.data.batch import Batch
+from dpipe.data.batch import Batch, micro_batches
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
 from dpipe.data.corpus import Corpus
 from dpipe.data.masked import MaskedFeed, MaskedText
@@ -62,12 +62,9 @@ class TextFeed:
         return self._cut(batch)
 
     def _cut(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
-        parts = []
-        for tensor in batch:
-            own = tensor.chunk(self.num_replicas)[self.replica]
-            parts.append(own.chunk(self.train.num_microbatches))
-        inputs, targets = parts
-        return Batch([(tensor,) for tensor in inputs], list(targets))
+        cut = self.replica, self.num_replicas, self.train.num_microbatches
+        inputs, targets = (micro_batches(tensor, *cut) for tensor in batch)
+        return Batch([(tensor,) for tensor in inputs], targets)
 
 
 @dataclass(frozen=True)
@@ -138,12 +135,10 @@ class SampleFeed:
         learned = int((targets != IGNORED).sum())
         counts = torch.full((len(targets), 1), learned)
         targets = torch.cat([targets, counts], dim=1)
-        parts = []
-        for tensor in (tokens, positions, targets):
-            own = tensor.chunk(self.num_replicas)[self.replica]
-            parts.append(own.chunk(self.train.num_microbatches))
+        cut = self.replica, self.num_replicas, self.train.num_microbatches
+        parts = [micro_batches(tensor, *cut) for tensor in (tokens, positions, targets)]
         inputs = list(zip(parts[0], parts[1], strict=True))
-        return Batch(inputs, list(parts[2]))
+        return Batch(inputs, parts[2])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dpipe.config.run import TrainConfig
-from dpipe.data.batch import Batch
+from dpipe.data.batch import Batch, micro_batches
 from dpipe.data.bert_data import Draws, mask_out
 from dpipe.data.corpus import Corpus
 from dpipe.data.tokenizer import Tokenizer
@@ -80,13 +80,11 @@ class MaskedFeed:
         tokens[:, 0] = first
         targets = np.full_like(tokens, IGNORED)
         words = np.arange(1, self.context - 1)
+        vocab_size = self.text.tokenizer.vocab_size
         for row, drawn in enumerate(draws):
-            vocab_size = self.text.tokenizer.vocab_size
             mask_out(tokens[row], targets[row], words, self.context, drawn, mask, vocab_size)
-        parts = []
-        for array in (tokens, targets):
-            # A replica's share of the one batch.
-            own = torch.from_numpy(array).chunk(self.num_replicas)[self.replica]
-            parts.append(own.chunk(self.train.num_microbatches))
-        by_microbatch = [(tensor,) for tensor in parts[0]]
-        return Batch(by_microbatch, list(parts[1]))
+        cut = self.replica, self.num_replicas, self.train.num_microbatches
+        inputs = micro_batches(torch.from_numpy(tokens), *cut)
+        return Batch(
+            [(tensor,) for tensor in inputs], micro_batches(torch.from_numpy(targets), *cut)
+        )

@@ -45,10 +45,7 @@ class RowFile:
 
     def content_digest(self) -> bytes:
         with self.open() as file:  # it may be larger than memory
-            digest = hashlib.sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.digest()
+            return hashlib.file_digest(file, "sha256").digest()
 
     def state_digest(self) -> bytes:
         """Of its size, its time of writing and such, which costs no reading."""

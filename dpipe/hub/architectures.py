@@ -7,6 +7,7 @@ base.norm, lm_head        its head's modules    n + 1
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from dpipe.choices import Choices
@@ -52,18 +53,20 @@ class Architecture:
         return bool(self.head)
 
 
-def _roberta(name: str) -> Architecture:
-    return Architecture(
-        name,
-        base="roberta",
-        tokens="embeddings.word_embeddings",
-        positions="embeddings.position_embeddings",
-        blocks="encoder.layer",
-        rotary=None,
-        head=("lm_head",),
-        output="lm_head.decoder",
-        output_bias="lm_head.bias",
-    )
+_encoder = partial(
+    Architecture,
+    tokens="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    blocks="encoder.layer",
+    rotary=None,
+)
+_roberta = partial(
+    _encoder,
+    base="roberta",
+    head=("lm_head",),
+    output="lm_head.decoder",
+    output_bias="lm_head.bias",
+)
 
 
 ARCHITECTURES = Choices[Architecture](
@@ -93,13 +96,9 @@ ARCHITECTURES = Choices[Architecture](
         experts=Experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     Architecture("qwen3_moe", window="all", experts=Experts()),
-    Architecture(
+    _encoder(
         "bert",
         base="bert",
-        tokens="embeddings.word_embeddings",
-        positions="embeddings.position_embeddings",
-        blocks="encoder.layer",
-        rotary=None,
         head=("cls",),
         output="cls.predictions.decoder",
         output_bias="cls.predictions.bias",
@@ -107,13 +106,10 @@ ARCHITECTURES = Choices[Architecture](
     _roberta("roberta"),
     _roberta("xlm-roberta"),
     _roberta("camembert"),
-    Architecture(
+    _encoder(
         "distilbert",
         base="distilbert",
-        tokens="embeddings.word_embeddings",
-        positions="embeddings.position_embeddings",
         blocks="transformer.layer",
-        rotary=None,
         head=("vocab_transform", "activation", "vocab_layer_norm", "vocab_projector"),
         output="vocab_projector",
     ),
