@@ -67,6 +67,12 @@ def _first(error: ValidationError) -> str:
         return f"{error.error_count()} errors"
     # Without the input, which somebody else wrote, and which may be as large as a message.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))[:_REASON_CHARACTERS]
+    where = ".".join(map(_in_a_line, first["loc"]))[:_REASON_CHARACTERS]
     reason = first["msg"][:_REASON_CHARACTERS]
     return visible(f"{where}: {reason}" if where else reason)
+
+
+def _in_a_line(key: int | str) -> str:
+    text = str(key)
+    # A key of an object is somebody else's text, and `visible` would keep its line breaks.
+    return text if text.isprintable() else ascii(text)[1:-1]

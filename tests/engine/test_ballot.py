@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dpipe.engine.ballot import BALLOT, Ballot
@@ -81,6 +81,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*SOUND, "else"]), JSON, max_size=3))
+@example({"norms": {"\n": None}})
 def test_any_ballot_is_counted_or_refused_in_words(changes: dict[str, object]) -> None:
     try:
         said = count(3, [read(**changes)]).culprit or ""
