@@ -44,6 +44,7 @@ class RunStatus(Shape):
     step: Count  # that is done
     steps: Count
     step_s: Finite | None = None  # of the newest
+    relayed: Annotated[list[Text], Field(max_length=100_000)] = Field(default_factory=list)
     ranks: Count
     wanted: Count  # ranks that the job asks for
     agents: Annotated[list[AgentStatus], Field(max_length=100_000)]
@@ -126,6 +127,8 @@ def as_text(run: RunStatus) -> str:
             f"  {seat:<8} {agent.name} ({agent.host}) for {agent.for_s:.0f} s, "
             f"{_rate(run, agent)}heard {agent.silent_s:.1f} s ago{leaving}"
         )
+    if run.relayed:
+        lines.append(f"  relayed by the coordinator's machine: {', '.join(run.relayed)}")
     for at, text in run.events:
         clock = time.strftime("%H:%M:%S", time.localtime(at))
         lines.append(f"  {clock}  {text}")

@@ -17,6 +17,7 @@ def standing_of(rendezvous: Rendezvous, row: Mapping[str, Any], now: float) -> d
         "epoch": rendezvous.epoch,
         "step": rendezvous.newest_step,
         "step_s": row.get("step_s"),
+        "relayed": row.get("relayed", []),
         "ranks": len(rendezvous.seats),
         "agents": agents,
     }

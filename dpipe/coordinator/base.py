@@ -1,7 +1,7 @@
 """What a run asks of its coordinator: the contract of `client.Coordinator` and `alone.Alone`."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -46,6 +46,14 @@ class Gathered:
 def name_ranks(ranks: tuple[int, ...]) -> str:
     names = ", ".join(map(str, ranks))
     return f"ranks {names}" if len(ranks) > 1 else f"rank {names}"
+
+
+def relayed_links(links: Iterable[str], pairs: Iterable[tuple[int, int]]) -> list[str]:
+    """Those of `links`, named as "0->1", that the coordinator's machine passes on."""
+    named = set()
+    for lower, higher in pairs:
+        named |= {f"{lower}->{higher}", f"{higher}->{lower}"}
+    return sorted(named.intersection(links))
 
 
 class Coordination(Protocol):

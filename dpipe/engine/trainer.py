@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dpipe.config.run import RunConfig, TrainConfig
-from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.base import Coordination, relayed_links
 from dpipe.coordinator.limits import UPLOADS
 from dpipe.data.batch import Batch
 from dpipe.data.feed import Feed
@@ -382,6 +382,9 @@ class Trainer:
             by_rank = _by_rank(reports, name)
             if by_rank:
                 row[name] = by_rank
+        relayed = relayed_links(rates, self.job.coordinator.relayed)
+        if relayed:
+            row["relayed"] = relayed
         if verdict.left_out:
             row["left_out"] = list(verdict.left_out)
         utilisation = self.job.utilisation(seconds)

@@ -141,6 +141,8 @@ class Cluster:
             self._check_end(source, target, target)
             links.setdefault((target, source), link)
         object.__setattr__(self, "links", links)  # the way into a frozen dataclass
+        back = {(target, source) for source, target in self.relayed}
+        object.__setattr__(self, "relayed", self.relayed | back)
 
     def _check_end(self, source: str, target: str, end: str) -> None:
         try:

@@ -155,7 +155,11 @@ def describe(row: Mapping[str, Any]) -> str:
         parts.append("left out replica " + ", ".join(map(str, row["left_out"])))
     if row.get("goodput", 1.0) < 1.0:
         parts.append(f"goodput {row['goodput']:.1%}")
-    rates = [f"{link} {rate:.1f}" for link, rate in sorted(row["mb_per_s"].items())]
+    relayed = row.get("relayed", ())
+    rates = []
+    for link, rate in sorted(row["mb_per_s"].items()):
+        mark = " (relayed)" if link in relayed else ""
+        rates.append(f"{link} {rate:.1f}{mark}")
     if rates:
         parts.append("MB/s " + " ".join(rates))
     return "  ".join(parts)

@@ -103,7 +103,7 @@ class CoordinatedRun:
             elapsed_s=points.last("elapsed_s"),
             eta_s=eta_s,
             seats=self._seats(answer.agents),
-            links=link_views(None, points.rates),
+            links=link_views(None, points),
             events=tuple(event_view(at, text) for at, text in answer.events),
             notes=notes,
         )

@@ -242,7 +242,7 @@ def measured_picture(
         bubble=bubble if isinstance(bubble, float) else None,
         elapsed_s=points.last("elapsed_s"),
         eta_s=eta_s,
-        links=link_views(None, points.rates),
+        links=link_views(None, points),
     )
 
 
@@ -289,7 +289,7 @@ def _with_plan(
         if traced.busy is not None:
             layout = replace(layout, busy=traced.busy)
     seats = seat_views(layout, points.last_row)
-    links = link_views(layout, points.rates)
+    links = link_views(layout, points)
     seats, links, binding = with_binding(seats, links)
     per_hour = layout.machines.price_per_hour
     price = None

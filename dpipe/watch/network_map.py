@@ -12,7 +12,7 @@ from dpipe.machines.machine import Cluster
 from dpipe.machines.seats import seats_in_order
 from dpipe.network.link import Network
 from dpipe.watch.picture import LinkView, SeatView
-from dpipe.watch.points import by_name
+from dpipe.watch.points import RunPoints, by_name
 
 _NEARLY_FULL = 0.5  # of a step: what is less full than that binds nothing
 
@@ -39,6 +39,14 @@ class KnownMachines:
 
     def name_of(self, node: int) -> str | None:
         return self.names[node] if node < len(self.names) else None
+
+    def relays(self, source: int, target: int) -> bool:
+        """Whether the file says that the coordinator's machine passes on what two nodes send each
+        other.
+        """
+        if self.cluster is None:
+            return False
+        return (self.name_of(source), self.name_of(target)) in self.cluster.relayed
 
     def memory_mb(self, node: int) -> float | None:
         """What a rank of the node may hold."""
@@ -111,15 +119,26 @@ def seat_views(layout: RunLayout, row: Mapping[str, Any]) -> tuple[SeatView, ...
     return tuple(seats)
 
 
-def link_views(layout: RunLayout | None, rates: Mapping[str, float]) -> tuple[LinkView, ...]:
+def link_views(layout: RunLayout | None, points: RunPoints) -> tuple[LinkView, ...]:
     """By the links that were used, "0->1" as in a row of metrics."""
     views = []
-    for name in sorted(rates, key=_by_ends):
+    for name in sorted(points.rates, key=_by_ends):
         source, _, target = name.partition("->")
+        mb_per_s = points.rates[name]
         rate_gbps, delay_ms = _stated(layout, source, target)
-        full = None if rate_gbps is None else rates[name] * 8 / 1e3 / rate_gbps
-        views.append(LinkView(source, target, rates[name], rate_gbps, delay_ms, full))
+        full = None if rate_gbps is None else mb_per_s * 8 / 1e3 / rate_gbps
+        # What a run has found counts as much as what was known before it.
+        relayed = name in points.relayed or _relays(layout, source, target)
+        view = LinkView(source, target, mb_per_s, rate_gbps, delay_ms, full, relayed)
+        views.append(view)
     return tuple(views)
+
+
+def _relays(layout: RunLayout | None, source: str, target: str) -> bool:
+    if layout is None or not (source.isdecimal() and target.isdecimal()):
+        return False
+    nodes = [layout.node_of(int(rank)) for rank in (source, target)]
+    return layout.machines.relays(*nodes)
 
 
 def _by_ends(name: str) -> tuple[tuple[bool, int, str], ...]:

@@ -78,6 +78,7 @@ class LinkView:
     rate_gbps: float | None  # by the network profile, as the next one
     delay_ms: float | None
     full: float | None  # share of the rate
+    relayed: bool = False  # by the coordinator's machine
     binds: bool = False
 
 

@@ -30,6 +30,7 @@ class RunPoints:
         self.points: list[MetricPoint] = []
         self.last_row: Mapping[str, Any] = {}  # of a training step
         self.rates: dict[str, float] = {}  # MB/s by link, of the last steps
+        self.relayed: frozenset[str] = frozenset()  # links, as the newest row says
         self.damaged = 0  # lines that were no row
 
     def add_line(self, line: bytes) -> None:
@@ -59,6 +60,7 @@ class RunPoints:
             elapsed_s += steps * step_s
             sent_mb += steps * step_s * sum(rates.values())
             self._follow(rates)
+            self.relayed = _texts(row.get("relayed"))
             self.last_row = row
         point = MetricPoint(
             step,
@@ -155,6 +157,13 @@ def by_name(value: object) -> dict[str, float]:
         if found is not None:
             numbers[str(name)] = found
     return numbers
+
+
+def _texts(value: object) -> frozenset[str]:
+    """Of a list; none of anything else."""
+    if not isinstance(value, list):
+        return frozenset()
+    return frozenset(each for each in value if isinstance(each, str))
 
 
 def thinned(points: Sequence[MetricPoint], most: int) -> list[MetricPoint]:

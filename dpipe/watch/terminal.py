@@ -112,21 +112,22 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def _seat_table(seats: Sequence[SeatView]) -> Table:
-    table = Table("rank", "machine", "layers", "computes", "memory MB", "of MB", box=None)
+    table = Table("rank", "machine", "layers", "computes", "memory MB", "of MB", "", box=None)
     for seat in seats:
         name = visible(seat.machine or "-")
         cells = [str(seat.rank), name, seat.layers or "-", _shown(seat.busy, ".0%")]
-        cells += [_shown(seat.memory_mb, ",.0f"), _shown(seat.limit_mb, ",.0f")]
+        cells += [_shown(seat.memory_mb, ",.0f"), _shown(seat.limit_mb, ",.0f"), seat.note]
         table.add_row(*map(Text, cells), style="bold red" if seat.binds else None)
     return table
 
 
 def _link_table(links: Sequence[LinkView]) -> Table:
-    table = Table("link", "MB/s", "Gbit/s", "delay ms", "full", box=None)
+    table = Table("link", "MB/s", "Gbit/s", "delay ms", "full", "", box=None)
     for link in links:
         name = visible(f"{link.source} → {link.target}")
         cells = [name, _shown(link.mb_per_s, ".3g"), _shown(link.rate_gbps, ".3g")]
         cells += [_shown(link.delay_ms, ".3g"), _shown(link.full, ".0%")]
+        cells.append("relayed" if link.relayed else "")
         table.add_row(*map(Text, cells), style="bold red" if link.binds else None)
     return table
 

@@ -131,6 +131,9 @@ def test_two_nats_change_no_loss(
     (tmp_path / "job.toml").write_text(job)
     said = in_houses(houses, tmp_path, warm_python, "train", "job.toml", "-o", "run.folder=nat")
     assert "rank 1 and rank 2 cannot dial each other" in said[0]
+    assert "1->2 " in said[0] and "(relayed)" in said[0]
+    rows = read_rows(tmp_path / "nat")
+    assert [row["relayed"] for row in rows if "loss" in row] == [["1->2", "2->1"]] * 3
     alone = [warm_python, "-m", "dpipe", "launch", "job.toml", "-o", "run.folder=alone"]
     subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True)
     assert len(losses(tmp_path / "nat")) == 3

@@ -35,6 +35,11 @@ def test_row_is_a_plain_line_where_there_is_no_terminal() -> None:
     assert shown(False, ROW) == line
 
 
+def test_link_that_is_relayed_is_marked() -> None:
+    text = shown(False, {**ROW, "relayed": ["0->1"]})
+    assert "MB/s 0->1 2.1 (relayed) 1->0 2.0" in text
+
+
 def test_terminal_shows_progress_and_time_left() -> None:
     text = shown(True, ROW)
     assert "loss 2.5310" in text

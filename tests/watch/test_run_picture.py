@@ -33,6 +33,12 @@ def picture_of(source: RunFolder) -> Picture:
     raise AssertionError("no prediction after a minute")
 
 
+def points_of(rates: dict[str, float], **values: object) -> RunPoints:
+    points = RunPoints()
+    points.add(row(0, mb_per_s=rates, **values))
+    return points
+
+
 def test_picture_of_a_folder_says_where_the_run_is(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_config(folder)
@@ -52,15 +58,30 @@ def test_picture_of_a_folder_says_where_the_run_is(tmp_path: Path) -> None:
 
 def test_links_are_as_full_as_their_rate_says(tmp_path: Path) -> None:
     layout = plan_of(config_of(tmp_path / "run")).layout
-    there, back = link_views(layout, {"1->0": 5.0, "0->1": 10.0})
+    there, back = link_views(layout, points_of({"1->0": 5.0, "0->1": 10.0}))
     assert (there.source, there.target, there.delay_ms) == ("0", "1", 20)
     assert there.rate_gbps == pytest.approx(0.1)
     assert (there.full, back.full) == (pytest.approx(0.8), pytest.approx(0.4))
 
 
+def test_link_is_relayed_where_the_run_has_found_it_so(tmp_path: Path) -> None:
+    layout = plan_of(config_of(tmp_path / "run")).layout
+    rates = {"0->1": 1.0, "1->0": 1.0, "1->server": 1.0}
+    views = link_views(layout, points_of(rates, relayed=["1->0", 7]))
+    assert [view.relayed for view in views] == [False, True, False]
+
+
+def test_link_is_relayed_where_the_file_of_machines_says_so(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run")
+    with (tmp_path / "machines.toml").open("a") as file:
+        file.write("relayed = true\n")
+    views = link_views(plan_of(config).layout, points_of({"0->1": 1.0, "1->0": 1.0}))
+    assert [view.relayed for view in views] == [True, True]
+
+
 def test_fullest_link_binds_where_no_rank_is_busier(tmp_path: Path) -> None:
     layout = plan_of(config_of(tmp_path / "run")).layout
-    links = link_views(layout, {"0->1": 10.0, "1->0": 5.0})
+    links = link_views(layout, points_of({"0->1": 10.0, "1->0": 5.0}))
     seats = seat_views(layout, {})
     _, marked, sentence = with_binding(seats, links)
     assert [link.binds for link in marked] == [True, False]
@@ -69,7 +90,7 @@ def test_fullest_link_binds_where_no_rank_is_busier(tmp_path: Path) -> None:
 
 def test_nothing_binds_where_nothing_is_half_full(tmp_path: Path) -> None:
     layout = plan_of(config_of(tmp_path / "run")).layout
-    _, links, sentence = with_binding((), link_views(layout, {"0->1": 1.0}))
+    _, links, sentence = with_binding((), link_views(layout, points_of({"0->1": 1.0})))
     assert not any(link.binds for link in links)
     assert sentence.startswith("Nothing is full")
 

@@ -95,12 +95,14 @@ def test_page_loads_follows_the_run_and_asks_nobody_else(
     hostile = "<img src=x onerror=alert(1)>"
     with (folder / "logs" / "rank-0.log").open("w") as log:
         log.write(f"2026-11-23 18:00:20,679 rank 0 lost {hostile}\n")
-    append(folder, row(2, loss=1.25, mb_per_s={"0->1": 1.0, f"0->{hostile}": 2.0}))
+    rates = {"0->1": 1.0, f"0->{hostile}": 2.0}
+    append(folder, row(2, loss=1.25, mb_per_s=rates, relayed=list(rates)))
     page.get_by_text("3 of 10 steps").wait_for()
     page.locator("#events").get_by_text(hostile).wait_for()
     assert "1.25" in page.inner_text("#figures")
     assert hostile in page.inner_text("#events")
-    assert hostile in page.inner_text("#map")
+    assert f"{hostile} (relayed)" in page.inner_text("#map")
+    assert "relayed" in page.inner_text(".hop")
     assert page.locator("main img").count() == 0
 
     page.focus("#loss")

@@ -124,6 +124,18 @@ def test_picture_in_a_terminal_is_plain_text(tmp_path: Path) -> None:
     assert "[bold]rank 3[/bold]" in text  # not read as markup
 
 
+def test_terminal_marks_a_relayed_link_and_a_machine_that_leaves(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator(tmp_path)
+    coordinator.rows.take(row(0, relayed=["0->1"]))
+    source = CoordinatedRun("10.0.0.1:7000", Security(), coordinator)
+    shown = io.StringIO()
+    show_in_terminal(source, Console(file=shown, width=100))
+    coordinator.rows.close()
+    assert re.search(r"0 → 1 .*relayed *\n", shown.getvalue())
+    assert not re.search(r"1 → 0 .*relayed", shown.getvalue())
+    assert re.search(r"0 +a .*leaving *\n", shown.getvalue())
+
+
 @pytest.mark.parametrize(
     ("values", "blocks"), [([1.0], "▁"), ([0, 7], "▁█"), ([0, 1, 6, 7], "▁▂▇█"), ([3, 3], "▁▁")]
 )

@@ -94,10 +94,15 @@ function way(link, arrow) {
   return node;
 }
 
+const RELAYED = "Neither end can dial the other: the coordinator's machine passes on what they send.";
+
 function hop(there, back) {
   const node = element("div", { class: "hop" });
   for (const link of there) node.append(way(link, "→"));
   for (const link of back) node.append(way(link, "←"));
+  if ([...there, ...back].some((link) => link.relayed)) {
+    node.append(element("span", { class: "stated", title: RELAYED }, "relayed"));
+  }
   const stated = [...there, ...back].find((link) => known(link.rate_gbps));
   if (stated) {
     node.append(element("span", { class: "stated" }, `${gigabits(stated.rate_gbps)} · ${rounded(stated.delay_ms)} ms`));
@@ -141,7 +146,7 @@ function grouped(values, key) {
 function linkTable(links, title) {
   const cells = (tag, texts) => element("tr", {}, ...texts.map((text) => element(tag, {}, text)));
   const rows = links.map((link) => cells("td", [
-    `${link.source} → ${link.target}`, `${rounded(link.mb_per_s)} MB/s`,
+    `${link.source} → ${link.target}${link.relayed ? " (relayed)" : ""}`, `${rounded(link.mb_per_s)} MB/s`,
     known(link.rate_gbps) ? gigabits(link.rate_gbps) : "–", known(link.delay_ms) ? `${rounded(link.delay_ms)} ms` : "–",
     known(link.full) ? percent(link.full) : "–",
   ]));
