@@ -23,6 +23,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   export         a trained model for other programs, and how it does at tasks
                   hub            published models: transformers' modules, their weights
                   keeper         copies of layers in memory, kept and served
+                  terms          who coordinates an elastic run, of several that could
                   store          checkpoints and the folder of a run
                   search         "auto": the best order on a network, the format of each link
     specialists   timeline       when a step's actions happen, predicted or measured

@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "hub": BELOW_MEETING | {"store"},
+    "terms": BELOW_MEETING | {"store"},
     "export": BELOW_MEETING | {"hub", "store"},
     "data": BELOW_MEETING | {"hub"},
     "memory": BELOW_MEETING | {"data"},
@@ -89,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": {"errors", "report"},
     "run": BELOW_TRAINING | {"engine", "measure", "processes"},
     "epoch": BELOW_TRAINING | {"engine", "memory", "keeper", "processes", "run"},
-    "agent": BELOW_TRAINING | {"epoch", "memory", "keeper", "processes", "run"},
+    "agent": BELOW_TRAINING | {"epoch", "memory", "keeper", "processes", "run", "terms"},
     "supervisor": BELOW_TRAINING | {"agent", "epoch", "processes", "run"},
     "watch": BELOW_TRAINING | {"memory", "agent"},  # it asks a coordinator as `dpipe status` does
     "baselines": BELOW_TRAINING | {"engine", "processes", "run"},

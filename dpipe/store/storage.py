@@ -55,13 +55,7 @@ class Storage:
 
     def folders(self) -> list[int]:
         """Steps of which anything is there, in order."""
-        # fsspec remembers listings, and other processes write here too.
-        self._fs.invalidate_cache()
-        paths = []
-        if self._fs.isdir(self.root):
-            paths = self._fs.ls(self.root, detail=False)
-        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
-        matches = [_STEP.fullmatch(name) for name in names]
+        matches = [_STEP.fullmatch(name) for name in self.names()]
         return sorted(int(match[1]) for match in matches if match)
 
     def write(
@@ -124,6 +118,26 @@ class Storage:
         if info["type"] != "file":
             raise CheckpointError(f"{path} is a {info['type']}, not a regular file")
         return int(info["size"])
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """By which names fsspec knows this kind of file system."""
+        known = self._fs.protocol
+        return (known,) if isinstance(known, str) else tuple(known)
+
+    def names(self) -> list[str]:
+        """Of what lies there, steps and other files."""
+        # fsspec remembers listings, and other processes write here too.
+        self._fs.invalidate_cache()
+        if not self._fs.isdir(self.root):
+            return []
+        paths = self._fs.ls(self.root, detail=False)
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+    def read_newest(self, name: str) -> bytes:
+        """What lies beside the steps, and others write again and again. Raises as `read` does."""
+        self._fs.invalidate_cache()
+        return self.read(f"{self.root}/{name}")
 
     def create(self, name: str, content: bytes) -> None:
         """Write `name` beside the steps, unless it exists. Raises `RunError` if that fails."""

@@ -1,0 +1,10 @@
+"""Who coordinates an elastic run, where its coordinator's machine may be lost: one holder a term,
+as records at a URL say that all machines reach.
+
+records.py  what is written there, and its schemas
+policy.py   what a standby decides, and what a holder may still answer
+storing.py  the records at the URL: a term is created by one alone
+
+To add a file system: its protocol in storing.py, once two processes that create one name at once
+have been seen to be told apart there.
+"""
