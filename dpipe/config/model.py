@@ -66,8 +66,7 @@ class ModelConfig(Section):
     """Share of values that dropout sets to zero while training; 0 is no dropout."""
 
     tie_embeddings: bool = False
-    """Whether the output layer uses the input embedding's weights. For "bert" the default is
-    true."""
+    """Whether the output layer uses the input embedding's weights; "bert"'s does by default."""
 
     bottleneck_width: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """A GPT made for narrow links: so many numbers a token go from stage to stage, not model.width,
@@ -77,8 +76,7 @@ class ModelConfig(Section):
     """Blocks between two bottlenecks. The model can be cut into stages at bottlenecks alone."""
 
     preset: Annotated[str, Name(PRESETS)] | None = None
-    """Sizes of a published model by its name; a size that is set as well wins. Left out: no sizes
-    but those that are set."""
+    """Sizes of a published model by its name; a size that is set as well wins. Left out: none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -163,6 +161,10 @@ class AdapterConfig(Section):
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which modules are adapted, as peft has it: "all-linear", the ends of their names, or a
     regular expression."""
+
+    target_parameters: tuple[str, ...] = ()
+    """The ends of the names of parameters that are adapted besides, as peft has it: such as
+    "mlp.experts.down_proj", which has all experts of a layer."""
 
     layers: tuple[CountOrZero, ...] = ()
     """Numbers of the decoder layers that are adapted, from 0. Left out: all of them."""
@@ -260,8 +262,7 @@ class DataConfig(Section):
     as they come. Of a stream "all" is 1,000 at a time."""
 
     streaming: bool = False
-    """Whether rows are read while the run trains, from files that may be larger than this disk:
-    nothing but what is held out is kept here."""
+    """Whether rows are read while the run trains; only what is held out is kept on this disk."""
 
     too_long: Literal["refuse", "truncate", "split"] = "refuse"
     """What becomes of a sample of more than model.context tokens: an error, its beginning alone, or

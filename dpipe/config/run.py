@@ -200,8 +200,7 @@ class TransportConfig(Section):
     network as it is."""
 
     buffer_bytes: Count = 256 << 20
-    """Bytes that a link holds for a receiver which has not asked for them; then its sender
-    waits."""
+    """Bytes that a link holds for a receiver that is late; then its sender waits."""
 
 
 class TimeoutsConfig(Section):

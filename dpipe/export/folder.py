@@ -16,9 +16,9 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
-from dpipe.hub.adapter import lora_config, merge_adapter
+from dpipe.hub.adapter import merge_adapter
 from dpipe.hub.model import adapted_skeleton, layered_model, source_of
-from dpipe.hub.skeleton import Skeleton, skeleton_of
+from dpipe.hub.skeleton import Skeleton
 from dpipe.hub.source import SMALL_FILES, ModelSource
 from dpipe.hub.tensors import file_names
 from dpipe.hub.trained_adapter import WEIGHTS, adapter_name
@@ -145,9 +145,7 @@ def _write_adapter(
             published = adapter_name(skeleton.published_name(index, name))
             tensors[published] = parameter.detach().contiguous()
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    # Before the adapter was injected, by the same names.
-    plain = skeleton_of(skeleton.config)
-    described = lora_config(config.adapter, plain)
+    described = skeleton.adapter
     described.base_model_name_or_path = config.model.hf
     described.revision = config.model.revision
     described.inference_mode = True

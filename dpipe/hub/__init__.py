@@ -14,6 +14,7 @@ layers.py          parts of it as layers of a pipeline; their attention masks
 encoder.py         the same of encoders, such as BERT
 quantised.py       matrices that do not learn, in 8 or 4 bits
 adapter.py         LoRA, as peft injects it
+experts.py         the same on parameters in no linear layer, such as experts
 trained_adapter.py one that was trained before
 model.py           the list of layers that the rest of dpipe takes
 words.py           the model's own tokenizer and chat template

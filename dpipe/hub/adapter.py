@@ -6,6 +6,9 @@ exchange it, checkpoints do not hold it.
 """
 
 import difflib
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 
 from dpipe.config.model import AdapterConfig
 from dpipe.errors import ConfigError
-from dpipe.hub.extra import extra_library
+from dpipe.hub.extra import extra_library, hub_function
 from dpipe.hub.skeleton import Skeleton
 
 NAME = "default"  # peft's, of a model's only adapter
@@ -37,26 +40,65 @@ def lora_config(adapter: AdapterConfig, skeleton: Skeleton | None = None) -> Any
         use_dora=adapter.dora,
         use_rslora=adapter.rslora,
         target_modules=target if isinstance(target, str) else list(target),
+        target_parameters=list(adapter.target_parameters) or None,
         layers_to_transform=list(adapter.layers) or None,
     )
 
 
-def add_adapter(skeleton: Skeleton, adapter: AdapterConfig) -> None:
-    """Inject it, without memory. Raises `ConfigError` for modules that are not there."""
+def add_adapter(skeleton: Skeleton, adapter: AdapterConfig) -> Skeleton:
+    """Inject it, without memory. Raises `ConfigError` for modules and parameters that are not
+    there.
+    """
     if adapter.kind == "none":
-        return
+        return skeleton
     num_blocks = skeleton.num_layers - 2
     if any(number >= num_blocks for number in adapter.layers):
         raise ConfigError(
             f"adapter.layers {list(adapter.layers)} are not all of this model, whose decoder "
             f"layers are 0 to {num_blocks - 1}"
         )
+    _check_layers_of_experts(skeleton, adapter)
     config = lora_config(adapter, skeleton)
+    names = [name for name, _ in skeleton.model.named_modules()]
+    parameters = [name for name, _ in skeleton.model.named_parameters()]
     peft = extra_library("peft", "[adapter]")
-    try:
-        peft.inject_adapter_in_model(config, skeleton.model, low_cpu_mem_usage=True)
-    except ValueError as error:
-        raise ConfigError(_no_such_module(skeleton, adapter, error)) from None
+    # It resolves "all-linear", and what older checkpoints call the experts.
+    with warnings.catch_warnings():
+        # It says of the ranks of experts, which count, that they do not; what it does not find is
+        # refused below.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            peft.inject_adapter_in_model(config, skeleton.model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ConfigError(_no_such_module(skeleton, adapter, error)) from None
+    if not isinstance(config.target_modules, str):
+        _check_found("target_modules", config.target_modules, names)
+    _check_found("target_parameters", config.target_parameters or (), parameters)
+    if config.target_parameters:
+        hub_function("experts:adapt_without_values")(skeleton.model)
+    return replace(skeleton, adapter=config)
+
+
+def _check_found(key: str, wanted: Collection[str], names: Sequence[str]) -> None:
+    """peft says nothing where only some are there."""
+    for each in sorted(wanted):
+        if not any(name == each or name.endswith(f".{each}") for name in names):
+            raise ConfigError(
+                f"adapter.{key} {each} cannot be adapted: this model has none"
+                f"{_nearest([each], names)}"
+            )
+
+
+def _check_layers_of_experts(skeleton: Skeleton, adapter: AdapterConfig) -> None:
+    has_experts = skeleton.architecture.experts is not None
+    adapts_experts = adapter.target_modules == _ALL and has_experts
+    if adapter.layers and (adapter.target_parameters or adapts_experts):
+        raise ConfigError(
+            "adapter.layers is of modules, and peft adapts parameters, such as the experts of "
+            '"all-linear", in all layers: leave it out; or name the layers in '
+            'adapter.target_parameters, such as "layers.3.mlp.experts.down_proj", and in '
+            "adapter.target_modules"
+        )
 
 
 def _linear_in_blocks(skeleton: Skeleton) -> tuple[str, ...]:
@@ -74,16 +116,25 @@ def _linear(module: nn.Module) -> tuple[str, ...]:
 
 
 def _no_such_module(skeleton: Skeleton, adapter: AdapterConfig, error: ValueError) -> str:
-    names = {name.rpartition(".")[2] for name, _ in skeleton.model.named_modules()}
+    names = [name for name, _ in skeleton.model.named_modules()]
     linear = _linear(skeleton.model)
     wanted = adapter.target_modules
     listed = [wanted] if isinstance(wanted, str) else list(wanted)
-    near = sorted({match for name in listed for match in difflib.get_close_matches(name, names)})
-    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    reason = " ".join(str(error).split())[:300]
     return (
-        f"adapter.target_modules {', '.join(listed)} cannot be adapted: "
-        f"{' '.join(str(error).split())[:300]}; this model has {', '.join(linear)}{hint}"
+        f"adapter.target_modules {', '.join(listed)} cannot be adapted: {reason}; this model has "
+        f"{', '.join(linear)}{_nearest(listed, names)}"
     )
+
+
+def _nearest(wanted: Sequence[str], names: Sequence[str]) -> str:
+    """Those of `names`, or of their ends, that are like `wanted`."""
+    near: set[str] = set()
+    for each in wanted:
+        parts = each.count(".") + 1
+        ends = {".".join(name.split(".")[-parts:]) for name in names}
+        near.update(difflib.get_close_matches(each, ends))
+    return f"; did you mean {', '.join(sorted(near))}?" if near else ""
 
 
 def initialise_adapter(layer: nn.Module) -> None:

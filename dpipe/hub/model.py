@@ -105,11 +105,11 @@ def adapted_skeleton(config: Config, source: ModelSource) -> Skeleton:
         try_out(published)
         skeleton = skeleton_of(published)
         _check_use(skeleton, config)
-        add_adapter(skeleton, config.adapter)
+        skeleton = add_adapter(skeleton, config.adapter)
     if config.adapter.base != "full":
         check_quantised(skeleton, config.adapter.base)
     if config.adapter.start is not None:
-        check_adapter(Path(config.adapter.start), config.adapter, skeleton)
+        check_adapter(Path(config.adapter.start), skeleton)
     return skeleton
 
 

@@ -44,6 +44,7 @@ class Skeleton:
     model: nn.Module
     config: Any
     architecture: Architecture
+    adapter: Any = None  # peft's configuration of what is injected in `model`
 
     @property
     def num_layers(self) -> int:

@@ -12,19 +12,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from dpipe.config.model import AdapterConfig
 from dpipe.errors import CheckpointError, ConfigError
 from dpipe.hub.skeleton import Skeleton
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# peft's keys beside those of [adapter]
+# peft's keys, and what they are here
 _KEYS = {
-    "r": "r",
-    "lora_alpha": "alpha",
-    "use_dora": "dora",
-    "use_rslora": "rslora",
+    "r": "adapter.r",
+    "lora_alpha": "adapter.alpha",
+    "use_dora": "adapter.dora",
+    "use_rslora": "adapter.rslora",
+    # Of single modules; peft sets them for experts.
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
 }
 
 
@@ -36,11 +38,11 @@ def adapter_name(published: str) -> str:
     return f"{_PREFIX}{name}"
 
 
-def check_adapter(folder: Path, adapter: AdapterConfig, skeleton: Skeleton) -> None:
+def check_adapter(folder: Path, skeleton: Skeleton) -> None:
     """Raises `ConfigError` for an adapter of other settings, and for one of another model; only its
     header is read.
     """
-    _check_settings(folder, adapter)
+    _check_settings(folder, skeleton.adapter)
     expected = {}
     for name, parameter in skeleton.model.named_parameters():
         if "lora_" in name:
@@ -70,16 +72,17 @@ def fill_adapter(folder: Path, skeleton: Skeleton, index: int, layer: nn.Module)
                 parameter.copy_(value)
 
 
-def _check_settings(folder: Path, adapter: AdapterConfig) -> None:
+def _check_settings(folder: Path, here: Any) -> None:
+    """`here` is peft's configuration of this run's."""
     different = []
     try:
         saved = read_settings((folder / CONFIG).read_bytes(), str(folder))
     except OSError as error:
         raise _no_settings(str(folder), error) from None
-    for theirs, ours in _KEYS.items():
-        if theirs in saved and saved[theirs] != getattr(adapter, ours):
-            here = f"adapter.{ours} is {getattr(adapter, ours)!r}"
-            different.append(f"{here} and {theirs} there {saved[theirs]!r:.60}")
+    for key, ours in _KEYS.items():
+        value = getattr(here, key)
+        if key in saved and saved[key] != value:
+            different.append(f"{ours} is {value!r:.60} and {key} there {saved[key]!r:.60}")
     if different:
         raise ConfigError(
             f"adapter.start {folder} is an adapter of other settings: {'; '.join(different)}"
