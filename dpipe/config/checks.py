@@ -194,13 +194,22 @@ def check_splits(pipeline: PipelineConfig, data_parallel: DataParallelConfig) ->
         )
 
 
+def micro_batches(train: TrainConfig, data_parallel: DataParallelConfig) -> int:
+    """As stated, or else the default or the next smaller number that divides a replica's batch."""
+    default = train.num_microbatches
+    if "num_microbatches" in train.model_fields_set:
+        return default
+    share = train.batch_size // data_parallel.replicas
+    return next(number for number in range(default, 0, -1) if share % number == 0)
+
+
 def check_batch(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
     replicas = data_parallel.replicas
     if train.batch_size % (replicas * train.num_microbatches):
         each = f" for each of data_parallel.replicas {replicas}" if replicas > 1 else ""
         raise ValueError(
             f"train.batch_size {train.batch_size} is not divisible by train.num_microbatches "
-            f"{train.num_microbatches}{each}"
+            f"{train.num_microbatches}{each}; change one of them"
         )
 
 

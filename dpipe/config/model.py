@@ -210,8 +210,7 @@ class ReplayConfig(Section):
     """Milliseconds of a stage's backward pass of one micro-batch."""
 
     input_share: Fraction = 0.5
-    """Share of the backward pass that makes the input gradient; the rest makes the weight
-    gradients."""
+    """Share of the backward pass that makes the input gradient, not weight gradients."""
 
     message_bytes: Count = 1_000_000
     """Bytes of an activation, and of its gradient, between two stages, in fp32."""
@@ -265,8 +264,7 @@ class DataConfig(Section):
     """Whether rows are read while the run trains; only what is held out is kept on this disk."""
 
     too_long: Literal["refuse", "truncate", "split"] = "refuse"
-    """What becomes of a sample of more than model.context tokens: an error, its beginning alone, or
-    several samples."""
+    """What becomes of a sample of more than model.context tokens; "split" makes several of it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -35,8 +35,7 @@ class PipelineConfig(Section):
     """Stages that the layers are cut into."""
 
     stages_per_rank: Count = 1
-    """Stages on each rank. Above 1 for "interleaved", 2 for "zb-v"; "gpipe" and "auto" can have it
-    too."""
+    """Stages on each rank: above 1 for "interleaved", also "gpipe" and "auto"; 2 for "zb-v"."""
 
     schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
@@ -52,8 +51,7 @@ class PipelineConfig(Section):
 
     sequence_slices: Count = 1
     """Slices of each sequence, which follow each other through the stages (Seq1F1B), for "gpipe",
-    "1f1b" and "auto". in_flight and memory_limit then count slices. Losses change by fp32 rounding
-    alone."""
+    "1f1b" and "auto". in_flight and memory_limit then count slices. Losses change by rounding."""
 
     memory_limit: Count | None = None
     """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no
@@ -82,8 +80,7 @@ class PipelineConfig(Section):
     largest that costs no time on predict.network."""
 
     wire_allowed: tuple[FormatName, ...] = ()
-    """The formats that wire = "auto" may choose from: those whose effect on the loss you
-    accept."""
+    """The formats that wire = "auto" may choose from: those whose effect you accept."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -243,8 +240,7 @@ class TensorParallelConfig(Section):
     2022). Then size divides model.context."""
 
     scatter_gather: bool = True
-    """Whether each of them sends only its part of an activation to the next stage, where the parts
-    are gathered."""
+    """Whether each of them sends a part of an activation to the next stage, which gathers it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -277,8 +273,7 @@ class DataParallelConfig(Section):
     (gloo on CPU, NCCL on GPUs)."""
 
     delay: bool = False
-    """Whether each step uses the mean gradient of the step before, so that its exchange hides
-    behind this step's computation."""
+    """Whether each step uses the mean gradient of the step before: its exchange is then hidden."""
 
     reject: Literal["nonfinite"] | None = None
     """Which replicas a step leaves out of its mean: "nonfinite", those whose gradient or loss is
@@ -304,12 +299,10 @@ class DataParallelConfig(Section):
     """Nesterov momentum of that step; it grows from 0 with the first of them."""
 
     fragments: Count = 1
-    """Parts of each stage that are averaged in turns, so that less is sent at once
-    ("local-sgd")."""
+    """Parts of each stage that "local-sgd" averages in turns, so that less is sent at once."""
 
     overlap: bool = False
-    """Whether the outer exchange overlaps the next inner step, and is applied one step late
-    ("local-sgd")."""
+    """Whether the outer exchange of "local-sgd" overlaps the next inner step, a step late."""
 
     @property
     def averages_when_cheap(self) -> bool:

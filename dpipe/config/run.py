@@ -35,7 +35,7 @@ class TrainConfig(Section):
     data_parallel.replicas."""
 
     num_microbatches: Count = 4
-    """Micro-batches that each replica cuts its share of a batch into."""
+    """Micro-batches of a replica's share of a batch. Left out: 4, or the next lower that fits."""
 
     learning_rate: Positive = 3e-4
     """The highest learning rate, reached after warmup_steps."""
@@ -63,8 +63,7 @@ class TrainConfig(Section):
     """Decoupled weight decay, of matrices alone; with "sgd" it is a penalty in the gradient."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the first and the second moment; the first is the momentum of "sgd" and
-    "muon"."""
+    """Decay rates of the two moments; the first is the momentum of "sgd" and "muon"."""
 
     clip_norm: NotNegative = 1.0
     """Gradients are scaled down to this norm, taken over all stages; 0 does not clip."""
@@ -144,8 +143,7 @@ class RunConfig(Section):
     """How many of the newest checkpoints are kept."""
 
     keep_best: bool = False
-    """Whether the checkpoint with the lowest held-out loss is kept too, for --best of `dpipe
-    export` and `dpipe generate`."""
+    """Whether the checkpoint of the lowest held-out loss is kept, for --best of `dpipe export`."""
 
     tensorboard: bool = True
     """Whether FOLDER/tensorboard is written."""
@@ -222,8 +220,7 @@ class TimeoutsConfig(Section):
 
 
 class GuardConfig(Section):
-    """Copies of each rank's layers in the memory of other machines, for a run whose machines come
-    and go."""
+    """Copies of each rank's layers on other machines, for a run whose machines come and go."""
 
     every: Count | None = None
     """Steps between two copies. A run that loses a machine goes on from the last one. Left out: as
@@ -276,8 +273,7 @@ class NodeConfig(Section):
     a token; 0 takes any free one. Left out: none."""
 
     device: str = "cpu"
-    """"cpu", "cuda" (each process of a machine takes the next GPU), or one GPU, such as
-    "cuda:1"."""
+    """"cpu", "cuda" (each process of a machine takes the next GPU), or one, such as "cuda:1"."""
 
     threads: Annotated[int, Field(ge=1, le=4096)] = 1
     """Threads of torch within an operator. On CPU a run repeats bit for bit with the same
@@ -304,8 +300,7 @@ class NodeConfig(Section):
         files = [self.tls_cert, self.tls_key, self.tls_ca]
         if any(files) and not all(files):
             raise ValueError(
-                "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
-                "certificate"
+                "node.tls_cert, node.tls_key and node.tls_ca go together: set all or none"
             )
         if self.token and self.token_file:
             raise ValueError("node.token and node.token_file exclude each other: leave one out")

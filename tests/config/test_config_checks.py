@@ -45,9 +45,15 @@ WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
             {"pipeline": {"stages": 2, "stages_per_rank": 2, "splits": [[3, 3]]}},
             "leave pipeline.stages_per_rank out",
         ),
-        ({"train": {"batch_size": 7}}, "batch_size 7 is not divisible by train.num_microbatches 4"),
         (
-            {"data_parallel": {"kind": "all-reduce", "replicas": 3}},
+            {"train": {"batch_size": 7, "num_microbatches": 4}},
+            "batch_size 7 is not divisible by train.num_microbatches 4; change one of them",
+        ),
+        (
+            {
+                "train": {"num_microbatches": 4},
+                "data_parallel": {"kind": "all-reduce", "replicas": 3},
+            },
             "batch_size 16 is not divisible by train.num_microbatches 4 for each of "
             "data_parallel.replicas 3",
         ),
@@ -210,3 +216,20 @@ def test_auto_refuses_a_number_of_microbatches_in_flight() -> None:
     """It was ignored."""
     with pytest.raises(ConfigError, match="leave pipeline.in_flight out, or bound what a rank"):
         build({"pipeline": {"schedule": "auto", "in_flight": 4}})
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "expected"), [(16, 1, 4), (6, 1, 3), (7, 1, 1), (2, 1, 2), (12, 2, 3)]
+)
+def test_micro_batches_that_are_left_out_fit_the_batch(
+    size: int, replicas: int, expected: int
+) -> None:
+    kind = "none" if replicas == 1 else "all-reduce"
+    config = build(
+        {
+            "train": {"batch_size": size},
+            "data_parallel": {"kind": kind, "replicas": replicas},
+        }
+    )
+    assert config.train.num_microbatches == expected
+    assert "num_microbatches" not in config.train.model_fields_set, "a plan may choose another"

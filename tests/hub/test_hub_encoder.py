@@ -27,10 +27,13 @@ ENCODERS = {
 LETTERS = [chr(code) for code in range(32, 32 + 92)]
 
 
-def save(family: str, folder: Path, special=("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")) -> str:
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def save(family: str, folder: Path, special=SPECIAL, **changes) -> str:
     name, sizes = ENCODERS[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**sizes)
+    config = getattr(transformers, name)(**{**sizes, **changes})
     model = transformers.AutoModelForMaskedLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

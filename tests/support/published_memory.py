@@ -45,10 +45,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(model: Path, way: str) -> Config:
+def configured(model: Path, way: str, data: str = "chat") -> Config:
     table: dict[str, dict[str, Any]] = {
         "model": {"hf": str(model), "context": 64},
-        "data": {"format": "chat"},
+        "data": {"format": data},
         "train": {"batch_size": 4, "num_microbatches": 4},
         "pipeline": {"stages": 2},
     }
@@ -90,7 +90,7 @@ def run_step(plan: RunPlan, rank: int, stage: Stage) -> None:
     specs = plan.boundaries[rank - 1] if rank else first
     for action in plan.forecast.schedule.programs[rank]:
         if action.op is Op.F:
-            targets = targets_of(first[0]) if last else None
+            targets = targets_of(first) if last else None
             stage.forward(action.microbatch, made(specs), targets)
         elif action.op is Op.B:
             gradients = () if last else made(plan.boundaries[rank])
@@ -112,19 +112,22 @@ def made(specs: tuple[TensorSpec, ...]) -> Tensors:
     return tuple(tensors)
 
 
-def targets_of(tokens: TensorSpec) -> torch.Tensor:
-    """A token behind each, and their number (`hub/model.py`)."""
-    size, length = tokens.shape
-    return torch.full((size, length + 1), length)
+def targets_of(first: tuple[TensorSpec, ...]) -> torch.Tensor:
+    """A token behind each and, of samples, their number (`hub/model.py`)."""
+    size, length = first[0].shape
+    has_samples = len(first) > 1
+    return torch.full((size, length + has_samples), length)
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
-    from hub import published
+    from hub import published, test_hub_encoder
 
-    for family in published.FAMILIES:
-        model = published.save(family, folder / family, **SIZES)
+    for family in (*published.FAMILIES, *test_hub_encoder.ENCODERS):
+        is_encoder = family in test_hub_encoder.ENCODERS
+        save = test_hub_encoder.save if is_encoder else published.save
+        model = save(family, folder / family, **SIZES)
         for way in WAYS:
-            config = configured(model, way)
+            config = configured(model, way, "text" if is_encoder else "chat")
             try:
                 ranks = predicted_and_measured(config)
             except ConfigError:  # it has no linear layers to quantise
