@@ -194,13 +194,13 @@ def check_splits(pipeline: PipelineConfig, data_parallel: DataParallelConfig) ->
         )
 
 
-def micro_batches(train: TrainConfig, data_parallel: DataParallelConfig) -> int:
-    """As stated, or else the default or the next smaller number that divides a replica's batch."""
-    default = train.num_microbatches
-    if "num_microbatches" in train.model_fields_set:
-        return default
-    share = train.batch_size // data_parallel.replicas
-    return next(number for number in range(default, 0, -1) if share % number == 0)
+def with_micro_batches(train: TrainConfig, data_parallel: DataParallelConfig) -> TrainConfig:
+    """Left out, they are the default or the next smaller number that divides a replica's batch."""
+    stated = train.model_fields_set
+    number = train.num_microbatches
+    while "num_microbatches" not in stated and train.batch_size // data_parallel.replicas % number:
+        number -= 1
+    return TrainConfig.model_construct(stated, **{**dict(train), "num_microbatches": number})
 
 
 def check_batch(train: TrainConfig, data_parallel: DataParallelConfig) -> None:

@@ -61,12 +61,12 @@ class Config(Section):
     node: NodeConfig = NodeConfig()
 
     @model_validator(mode="after")
+    def _fill(self) -> Self:
+        self.__dict__["train"] = checks.with_micro_batches(self.train, self.data_parallel)
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> Self:
-        # A copy: the section may be one that all configurations share.
-        values = dict(self.train)
-        values["num_microbatches"] = checks.micro_batches(self.train, self.data_parallel)
-        train = TrainConfig.model_construct(self.train.model_fields_set, **values)
-        self.__dict__["train"] = train
         checks.check_size(self.pipeline, self.train, self.data_parallel)
         checks.check_transport(self.transport, self.model, self.node, self.data_parallel)
         checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)

@@ -5,9 +5,10 @@ tokenizer.py          text to token ids, and back
 tokenizer_process.py  a tokenizer.json applied in a process of its own, within limits
 tokenizer_child.py    that process
 sampling.py           tokens drawn from a model's distribution, one at a time
-rows.py               rows of jsonl, json, csv and parquet files and URLs, each with its place
+rows.py               rows of jsonl, csv, parquet and such files and URLs, each with its place
 samples.py            rows to samples, chats and such, to sequences of several samples
 stream.py             the same of rows that are read while the run trains
+read_ahead.py         items that a thread makes before they are asked for
 bert_data.py          what BERT reads: two passages, some words masked out
 masked.py             what a published encoder reads: windows, some words masked out
 feed.py               a step's batch as a function of (seed, step, replica), cut into micro-batches

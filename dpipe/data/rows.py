@@ -1,4 +1,5 @@
-"""Rows of files, each with its place: jsonl, json, csv, parquet and arrow, here or at a URL.
+"""Rows of files, each with its place: jsonl, json, csv, parquet and arrow, here or at a URL,
+compressed or not.
 
     data.files ──find_row_files──> RowFile, ... ──read_rows──> ("chats.jsonl, line 12", row)
 
@@ -17,15 +18,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from fsspec.utils import infer_compression
 
 from dpipe.data.corpus import find_files
-from dpipe.errors import DataError
+from dpipe.errors import DataError, DpipeError
 from dpipe.hub.extra import extra_library
 
 Row = dict[str, Any]
 Placed = tuple[str, Row]  # "chats.jsonl, line 12", and what is there
 _ARROW_ROWS = 1000  # of a parquet file in memory at a time
-_KINDS = ".jsonl, .json, .csv, .parquet or .arrow"
+_KINDS = ".jsonl, .json, .csv (also .gz, .xz; .zst with zstandard installed), .parquet or .arrow"
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,17 @@ class RowFile:
 
     @property
     def suffix(self) -> str:
-        return PurePosixPath(self.path).suffix
+        """Of what is inside, where it is compressed."""
+        path = PurePosixPath(self.path)
+        return path.suffix if self._compression is None else path.with_suffix("").suffix
+
+    @property
+    def _compression(self) -> str | None:
+        found: str | None = infer_compression(self.path)
+        return found
 
     def open(self) -> Any:
-        return self.fs.open(self.path, "rb")
+        return self.fs.open(self.path, "rb", compression=self._compression)
 
     def content_digest(self) -> bytes:
         with self.open() as file:  # it may be larger than memory
@@ -117,7 +126,7 @@ def rows_of(file: RowFile, first: int = 0) -> Iterator[Placed]:
     """
     readers = {
         ".jsonl": _json_lines,
-        ".json": _json_list,
+        ".json": _json,
         ".csv": _csv,
         ".parquet": _parquet,
         ".arrow": _arrow,
@@ -129,7 +138,9 @@ def rows_of(file: RowFile, first: int = 0) -> Iterator[Placed]:
         )
     try:
         yield from readers[file.suffix](file, first)
-    except OSError as error:
+    except DpipeError:
+        raise
+    except Exception as error:  # whatever a file system, a decompressor and pyarrow raise
         raise DataError(f"{file.name} cannot be read: {_in_a_line(error)}") from None
 
 
@@ -156,14 +167,21 @@ def _checked(row: object, place: str) -> Row:
     return row
 
 
-def _json_list(file: RowFile, first: int) -> Iterator[Placed]:
+def _json(file: RowFile, first: int) -> Iterator[Placed]:
+    """A list; or a row a line, as many files of the hub have it under this name."""
+    with file.open() as opened:
+        content = opened.read(1)
+        while content.isspace():
+            content = opened.read(1)
+        if content == b"[":
+            content += opened.read()
+    if content[:1] != b"[":
+        yield from _json_lines(file, first)
+        return
     try:
-        with file.open() as opened:
-            rows = json.loads(opened.read())
+        rows = json.loads(content)
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{file.name} is not JSON: {error}; a row a line is .jsonl") from None
-    if not isinstance(rows, list):
-        raise DataError(f"{file.name} must be a JSON list of rows; a row a line is .jsonl")
+        raise DataError(f"{file.name} is not JSON: {error}") from None
     for number, row in enumerate(rows[first:], first + 1):
         place = f"{file.name}, row {number}"
         yield place, _checked(row, place)
@@ -186,7 +204,7 @@ def _csv(file: RowFile, first: int) -> Iterator[Placed]:
 def _parquet(file: RowFile, first: int) -> Iterator[Placed]:
     """Of a row group before row `first` not even the bytes are read."""
     parquet = _pyarrow("pyarrow.parquet", file)
-    with _readable(file, parquet.ParquetFile) as table:
+    with parquet.ParquetFile(file.open()) as table:
         groups: list[int] = []
         start = 0  # rows of the groups that are left out
         for group in range(table.num_row_groups):
@@ -202,19 +220,12 @@ def _parquet(file: RowFile, first: int) -> Iterator[Placed]:
 def _arrow(file: RowFile, first: int) -> Iterator[Placed]:
     """The stream that datasets writes."""
     ipc = _pyarrow("pyarrow.ipc", file)
-    with _readable(file, ipc.open_stream) as batches:
+    with ipc.open_stream(file.open()) as batches:
         yield from _numbered(file, batches, 0, first)
 
 
 def _pyarrow(module: str, file: RowFile) -> Any:
     return extra_library(module, f"data.files {file.name}")
-
-
-def _readable(file: RowFile, open_table: Any) -> Any:
-    try:
-        return open_table(file.open())
-    except Exception as error:  # whatever pyarrow and the file system raise
-        raise DataError(f"{file.name} cannot be read: {_in_a_line(error)}") from None
 
 
 def _numbered(file: RowFile, batches: Iterable[Any], start: int, first: int) -> Iterator[Placed]:

@@ -1,8 +1,10 @@
 """Samples that are read while the run trains on them, from files that may be larger than this disk.
 
     files ──rows, in order──> samples ──buffer, shuffled──> [ sample 7 | sample 2 | padding ]
-                                │                           a sequence begins here
+            └── in a thread ──┘ │                           a sequence begins here
                                 └──────────────────────────> Mark, kept in CACHE/stream-<digest>
+
+While one buffer is used the thread makes the next, and waits then: a step finds its samples ready.
 
 Sequence n is what it would be if nothing had been streamed: it depends on seed and files alone.
 To go on at sequence n a rank begins at the last mark before it; without marks, on a machine that
@@ -11,7 +13,7 @@ has not read so far, it reads from the beginning, and comes to the same sequence
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
@@ -20,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from dpipe.config.model import DataConfig
+from dpipe.data.read_ahead import read_ahead
 from dpipe.data.rows import RowFile, find_row_files, rows_of
 from dpipe.data.samples import (
     ChatTokenizer,
@@ -40,9 +43,11 @@ from dpipe.hub.extra import hub_function
 _FORMAT = b"dpipe-stream-1"
 _BUFFER = 1000  # samples that are shuffled together where data.shuffle is "all"
 _SEQUENCES_A_MARK = 256
+_AHEAD = 64  # samples that are made before they are asked for, at least
 
 Place = tuple[int, int, int]  # file, row of it, sample of that row
-Sequences = Iterator[tuple["Mark", list[Stored]]]
+Sequences = Generator[tuple["Mark", list[Stored]], None, None]
+PlacedSamples = Generator[tuple[Place, Stored], None, None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,14 @@ class SampleStream:
         """Raises `DataError` where there is nothing to train on, or nothing held out."""
         if need_held_out and not self.held_out.num_held_out:
             raise no_rows_held_out()
-        self._sequence(0)
+        if next(self._placed((0, 0, 0)), None) is None:
+            raise _no_rows()
+
+    def close(self) -> None:
+        """End the thread that reads, if there is one."""
+        if self._reading is not None:
+            self._reading.close()
+        self._reading = None
 
     def _sequence(self, number: int) -> list[Stored]:
         mark = max(
@@ -100,6 +112,7 @@ class SampleStream:
         )
         behind = number < self._next
         if self._reading is None or behind or self._next < mark.sequence:
+            self.close()
             self._reading = self._sequences_from(mark)
             self._next = mark.sequence
         samples: list[Stored] = []
@@ -117,7 +130,7 @@ class SampleStream:
                 yield replace(begins, sequence=number), samples
                 number += 1
             if number == 0:
-                raise DataError("data.files hold no rows to train on: give more")
+                raise _no_rows()
             mark = Mark(sequence=number, epoch=mark.epoch + 1)
 
     def _packed(self, mark: Mark) -> Sequences:
@@ -143,7 +156,8 @@ class SampleStream:
         """The samples of the rest of one epoch, in the order in which they are learned."""
         size = _BUFFER if self.data.shuffle == "all" else self.data.shuffle
         size = 1 if size == "none" else size
-        placed = self._placed(mark.place)
+        # The thread knows nothing of this object, which may be dropped while it waits.
+        placed = read_ahead(self._placed(mark.place), max(size, _AHEAD))
         block = mark.block
         skipped = mark.skipped
         while buffer := list(islice(placed, size)):
@@ -155,18 +169,8 @@ class SampleStream:
             skipped = 0
             block += 1
 
-    def _placed(self, start: Place) -> Iterator[tuple[Place, Stored]]:
-        """The samples of all files as they lie there, from `start` on."""
-        first_file, first_row, _ = start
-        for number in range(first_file, len(self.files)):
-            first = first_row if number == first_file else 0
-            rows = rows_of(self.files[number], first)
-            for index, (place, row) in enumerate(rows, first):
-                samples = samples_of_row(row, place, self.data, self.tokenizer, self.context)
-                for part, (ids, learned) in enumerate(samples):
-                    here = (number, index, part)
-                    if here >= start:
-                        yield here, (np.array(ids, np.int32), np.array(learned))
+    def _placed(self, start: Place) -> PlacedSamples:
+        return _placed_samples(self.files, self.data, self.tokenizer, self.context, start)
 
     @cached_property
     def _journal(self) -> Path:
@@ -202,6 +206,30 @@ class SampleStream:
             raise DataError(
                 f"the token cache {self.data.cache} cannot be written: {error}; set data.cache"
             ) from None
+
+
+def _placed_samples(
+    files: Sequence[RowFile],
+    data: DataConfig,
+    tokenizer: ChatTokenizer,
+    context: int,
+    start: Place,
+) -> PlacedSamples:
+    """The samples of all files as they lie there, from `start` on."""
+    first_file, first_row, _ = start
+    for number in range(first_file, len(files)):
+        first = first_row if number == first_file else 0
+        rows = rows_of(files[number], first)
+        for index, (place, row) in enumerate(rows, first):
+            samples = samples_of_row(row, place, data, tokenizer, context)
+            for part, (ids, learned) in enumerate(samples):
+                here = (number, index, part)
+                if here >= start:
+                    yield here, (np.array(ids, np.int32), np.array(learned))
+
+
+def _no_rows() -> DataError:
+    return DataError("data.files hold no rows to train on: give more")
 
 
 def marks_in(content: bytes) -> list[Mark]:

@@ -17,12 +17,13 @@ from dpipe.errors import ConfigError
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?:([\w.-]+)", re.ASCII)
 _KINDS = ("parquet", "arrow", "jsonl", "json", "csv")
+_COMPRESSED = ("", ".gz", ".xz", ".zst")
 
 
 def split_files(name: str) -> list[Path]:
     """Fetched, sorted. Raises `ConfigError` for a name, a data set or a split that is not there."""
     repository, revision, split = _parsed(name)
-    patterns = [f"{split}*.{kind}" for kind in _KINDS]
+    patterns = [f"{split}*.{kind}{ending}" for kind in _KINDS for ending in _COMPRESSED]
     patterns += [f"*/{pattern}" for pattern in patterns]
     with _asking(name):
         folder = snapshot_download(
@@ -74,7 +75,11 @@ def _asking(name: str) -> Iterator[None]:
 def _of_split(name: str, paths: Iterable[str]) -> list[str]:
     """Those of `paths` that hold rows of the split, sorted."""
     repository, _, split = _parsed(name)
-    beginning = re.compile(rf"(.*/)?{re.escape(split)}(?![a-zA-Z0-9])[^/]*\.({'|'.join(_KINDS)})")
+    kinds = "|".join(_KINDS)
+    compressed = "|".join(map(re.escape, _COMPRESSED))
+    beginning = re.compile(
+        rf"(.*/)?{re.escape(split)}(?![a-zA-Z0-9])[^/]*\.({kinds})({compressed})"
+    )
     found = sorted(path for path in paths if beginning.fullmatch(path))
     if not found:
         raise ConfigError(

@@ -21,6 +21,7 @@ from dpipe.config.wires import AUTO_WIRE, wire_of
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import DECISION
 from dpipe.data.feed import Feed, feed_of
+from dpipe.data.stream import SampleStream
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.hop_codecs import HopCodecs
@@ -408,7 +409,7 @@ def assemble(run_plan: RunPlan, resources: RankResources, stack: ExitStack) -> J
         recorder=resources.recorder,
         data_parallel=replicas,
         update=_make_update(config, resources, stages, replicas),
-        feed=_make_feed(run_plan, here, stages),
+        feed=_make_feed(run_plan, here, stages, stack),
         coordinator=resources.coordinator,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=run_plan.checkpoint_url,
@@ -499,12 +500,19 @@ def _raising_once_over(coordinator: Coordination) -> Callable[[], None]:
     return check
 
 
-def _make_feed(run_plan: RunPlan, here: ParallelRanks, stages: Mapping[int, PipelineStage]) -> Feed:
+def _make_feed(
+    run_plan: RunPlan,
+    here: ParallelRanks,
+    stages: Mapping[int, PipelineStage],
+    stack: ExitStack,
+) -> Feed:
     """Only the ranks of the first stage, which reads inputs, and the last, which reads targets,
     need data.
     """
     last = run_plan.forecast.schedule.num_stages - 1
     corpus = run_plan.corpus if 0 in stages or last in stages else None
+    if isinstance(corpus, SampleStream):
+        stack.callback(corpus.close)
     return feed_of(run_plan.config, corpus, here.dp_rank, here.dp_size)
 
 

@@ -122,8 +122,8 @@ def test_broken_file_is_named_by_line(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("rows.json", "{", "rows.json is not JSON"),
-        ("rows.json", "{}", "must be a JSON list"),
+        ("rows.json", "[{", "rows.json is not JSON"),
+        ("rows.json", "{", "rows.json, line 1 is not JSON"),
         ("rows.json", "[3]", "rows.json, row 1 must be a JSON object"),
         ("rows.csv", "instruction,output\na,b\nc\n", "line 3 does not have the header's columns"),
         ("rows.csv", 'instruction,output\n"a,b\n', "rows.csv, line"),

@@ -1,6 +1,11 @@
 """Rows that are read while a run trains: the sequences are those of the same rows not streamed."""
 
+import gc
+import gzip
 import json
+import lzma
+import threading
+import time
 
 import fsspec
 import numpy as np
@@ -112,6 +117,65 @@ def test_stream_goes_back_for_a_step_that_is_done_again(files, tmp_path):
     assert_equal(sequences(stream, range(4, 12)), first[4:])
 
 
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name == "read ahead"]
+
+
+def until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_next_buffer_is_made_while_one_is_used_and_no_more(files, tmp_path, monkeypatch):
+    made = []
+
+    def counting(file, first):
+        for placed in rows_of(file, first):
+            made.append(placed)
+            yield placed
+
+    monkeypatch.setattr(stream_module, "rows_of", counting)
+    monkeypatch.setattr(stream_module, "_AHEAD", 1)
+    stream = stream_of(tmp_path, files, shuffle=5, packing=False)
+    sequences(stream, [0])
+    # The buffer, the next one, and one that finds no room.
+    until(lambda: len(made) == 11)
+    time.sleep(0.3)
+    assert len(made) == 11
+    sequences(stream, range(1, 6))
+    until(lambda: len(made) == 16)
+    stream.close()
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped", "read again"])
+def test_thread_that_reads_ahead_ends_with_its_stream(end, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_module, "_AHEAD", 1)
+    stream = stream_of(tmp_path, files, shuffle=2)
+    sequences(stream, [9])
+    (reader,) = readers()
+    match end:
+        case "closed":
+            stream.close()
+        case "dropped":
+            del stream
+            gc.collect()
+        case "read again":
+            sequences(stream, [0])
+            stream.close()
+    assert not reader.is_alive()
+    assert not readers()
+
+
+def test_stream_that_was_closed_goes_on(files, tmp_path):
+    stream = stream_of(tmp_path, files)
+    expected = sequences(stream, range(12))
+    stream.close()
+    assert_equal(sequences(stream, [11]), [expected[11]])
+    stream.close()
+
+
 def test_file_that_is_streamed_and_held_out_is_refused(files, tmp_path):
     with pytest.raises(DataError, match="b.jsonl is in data.files and in data.held_out"):
         stream_of(tmp_path, files, held_out=(files[1],))
@@ -208,6 +272,29 @@ def test_broken_row_at_a_url_is_named(elsewhere, tmp_path):
     (file,) = find_row_files(["memory://bucket/a.jsonl"], "data.files")
     with pytest.raises(DataError, match="memory:///bucket/a.jsonl, line 2 must be a JSON object"):
         list(rows_of(file))
+
+
+@pytest.mark.parametrize(("ending", "module"), [("gz", gzip), ("xz", lzma)])
+def test_compressed_rows_are_those_of_the_file(ending, module, files, tmp_path):
+    packed = tmp_path / f"b.jsonl.{ending}"
+    with open(files[1], "rb") as plain:
+        content = plain.read()
+    packed.write_bytes(module.compress(content))
+    here = stream_of(tmp_path, files, shuffle="none")
+    there = stream_of(tmp_path, (files[0], str(packed)), shuffle="none")
+    assert_equal(sequences(there, range(30)), sequences(here, range(30)))
+    packed.write_bytes(packed.read_bytes()[:-30])
+    (cut,) = find_row_files([str(packed)], "data.files")
+    with pytest.raises(DataError, match=rf"b.jsonl.{ending} cannot be read: EOFError"):
+        list(rows_of(cut))
+
+
+def test_rows_a_line_are_read_under_the_name_of_a_list(tmp_path):
+    """As many files of the hub are named."""
+    path = tmp_path / "rows.json"
+    path.write_text('\n{"output": "a"}\n{"output": "b"}\n')
+    (file,) = find_row_files([str(path)], "data.files")
+    assert list(rows_of(file, 1)) == [(f"{path}, line 3", {"output": "b"})]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])

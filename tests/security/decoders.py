@@ -1194,7 +1194,7 @@ FILES = [
         of_file("rows.json", _rows),
         (DataError,),
         _text('[{"instruction": "a", "output": "b"}]'),
-        ("dpipe.data.rows:_json_list",),
+        ("dpipe.data.rows:_json",),
     ),
     Decoder(
         "rows of a table",
