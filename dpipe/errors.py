@@ -14,6 +14,7 @@ DpipeError
     ├── PeerLost          the other end of a link is gone
     ├── TransferError     what arrived is not what this end expects: tag, shape, number of bytes
     ├── TransferTimeout   a transfer took longer than its deadline
+    ├── TermLost          another process coordinates the run by now
     ├── RunAborted        another rank failed or was lost; the message names it
     └── NumericError      a loss or a gradient that is not finite
 """
@@ -68,6 +69,10 @@ class TransferError(RunError):
 
 
 class TransferTimeout(RunError):  # noqa: N818
+    pass
+
+
+class TermLost(RunError):  # noqa: N818
     pass
 
 

@@ -1,10 +1,12 @@
 """An elastic run's processes: the coordinator's, and the agent of each machine that joins.
 
 server.py          the agents' connections around one `Rendezvous`, and each epoch's coordinator
+serving.py         where and how it listens
 job.py             what that asks of the job
 digests.py         what ranks say of the copies that others keep of their layers
 knocking.py        whether a process whose connection broke is still there
 coordinate.py      what `dpipe coordinate` does: check the job, keep the journal, serve the agents
+claiming.py        how it comes to its term, where another could coordinate the run, too
 standing.py        who has which rank, since when and how fast, as `dpipe status` shows it
 goodput.py         what a run has lost to machines that came and went
 rows.py            metrics.jsonl of a run whose rank 0 moves from machine to machine

@@ -47,7 +47,8 @@ class ControlStream:
         on_break: Callable[[], None],
         on_refusal: Callable[[str], None],
     ) -> None:
-        self._address = address
+        # Tried in turns, where nobody answers: how others call a coordinator may not hold here.
+        self._addresses = [address]
         self._security = security
         self._silence_s = silence_s
         self._on_open = on_open
@@ -58,9 +59,22 @@ class ControlStream:
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._call: grpc.Call | None = None
+        self._is_answered = False  # the stream under way, by any message
 
     def tell(self, message: FromAgent) -> None:
         self._outbox.put(message.model_dump_json().encode())
+
+    @property
+    def address(self) -> str:
+        return self._addresses[0]
+
+    def move(self, address: str) -> None:
+        """Dial that one from here on: whoever listens at the other has been silent."""
+        with self._lock:
+            self._addresses = [address, self.address]
+            call = self._call
+        if call is not None:
+            call.cancel()
 
     def close(self) -> None:
         self._closed.set()
@@ -82,23 +96,27 @@ class ControlStream:
             retry_s = min(2 * retry_s, _RETRY_S)
 
     def _attend_once(self) -> None:
+        address = self.address
         channel = open_channel(
-            self._address, self._security, own_connection=True, silence_s=self._silence_s
+            address, self._security, own_connection=True, silence_s=self._silence_s
         )
+        self._is_answered = False
         try:
-            self._attend(channel)
+            self._attend(channel, address)
         except grpc.RpcError as error:
-            self._explain(error)
+            self._explain(error, address)
         except ValueError as error:
-            self._refuse(f"what listens at {self._address} is not dpipe's coordinator: {error}")
+            self._refuse(f"what listens at {address} is not dpipe's coordinator: {error}")
         finally:
             with self._lock:
                 self._call = None
+                if not self._is_answered and self.address == address:
+                    self._addresses.reverse()
             self._outbox.put(None)  # ends the sender of this stream
             channel.close()
             self._on_break()
 
-    def _attend(self, channel: grpc.Channel) -> None:
+    def _attend(self, channel: grpc.Channel, address: str) -> None:
         # A new one: what the last stream did not send, `on_open` says again as it is now.
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._outbox = outbox
@@ -107,21 +125,22 @@ class ControlStream:
         call = stub(_until_none(outbox), metadata=token_metadata(self._security))
         with self._lock:
             self._call = call
-        # `close` may have come before there was a call to cancel.
-        if self._closed.is_set():
+        # `close` or `move` may have come before there was a call to cancel.
+        if self._closed.is_set() or self.address != address:
             call.cancel()
         for content in call:
+            self._is_answered = True
             self._on_message(TO_AGENT.read(content))
 
-    def _explain(self, error: grpc.RpcError) -> None:
+    def _explain(self, error: grpc.RpcError, address: str) -> None:
         assert isinstance(error, grpc.Call)
         details = visible(error.details() or "")
         if error.code() in _FOR_GOOD:
-            self._refuse(f"the coordinator at {self._address} refused this agent: {details}")
+            self._refuse(f"the coordinator at {address} refused this agent: {details}")
         elif not self._closed.is_set():
             # gRPC puts what happened behind all that it tried.
             reason = re.sub(r"^.*last error: ", "", details)
-            LOG.debug("no connection with the coordinator at %s: %s", self._address, reason)
+            LOG.debug("no connection with the coordinator at %s: %s", address, reason)
 
     def _refuse(self, reason: str) -> None:
         if not self._closed.is_set():

@@ -6,19 +6,21 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 
+from dpipe.agent.claiming import Successor, address_of, claim_term, store_of
 from dpipe.agent.rows import RunRows
-from dpipe.agent.server import ElasticServer, Serving
+from dpipe.agent.server import ElasticServer
+from dpipe.agent.serving import Serving
 from dpipe.config.elastic import check_elastic
 from dpipe.config.load import Config, load
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.epoch.assignment import AssignedRun
-from dpipe.errors import ConfigError, DpipeError, RunError
+from dpipe.errors import ConfigError, DpipeError, RunError, TermLost
 from dpipe.memory.copies import copies_bytes
 from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import held_bytes
@@ -33,6 +35,7 @@ from dpipe.run.resume import layers_at, stages_at
 from dpipe.store.checkpoint import latest
 from dpipe.store.identity import identity_of
 from dpipe.store.run_folder import (
+    absent,
     checkpoint_url,
     held,
     keep_upload,
@@ -41,10 +44,17 @@ from dpipe.store.run_folder import (
     refuse_changes,
     refuse_links,
     save_configuration,
+    take_back,
 )
+from dpipe.terms.copying import RunCopies
+from dpipe.terms.holding import HeldTerm
+from dpipe.terms.policy import TermTimes
+from dpipe.terms.storing import TermStore
+from dpipe.terms.tenancy import Tenancy, Undisputed
 from dpipe.trackers.kinds import refuse_missing
 
 LOG = logging.getLogger("dpipe")
+_JOIN = "machines join: dpipe join HOST:PORT"
 _POLL_S = 0.5
 _GOODBYE_S = 10.0  # for the agents to go
 _REST_S = 60.0  # for the step under way, where the machines end with the coordinator
@@ -70,13 +80,14 @@ def coordinate(
     *,
     patience_s: float,
     epoch_ports: str = "0",
+    standby: bool = False,
     trust_code: bool = False,
     say: Callable[[str], None],
     token: str = "",
     machines: OwnMachines | None = None,
 ) -> Path | None:
     """Serve the run of a configuration until it is over, or this is asked to stop. Returns the
-    folder of a run that has finished.
+    folder of a run that has finished. A `standby` waits until the run's coordinator is gone.
 
     `token`: in the place of the environment's. With `machines`, which are not there when this is
     started again, it stops after a checkpoint, and all machines of the run with it.
@@ -87,34 +98,69 @@ def coordinate(
     check_elastic(config)
     refuse_missing(config.run.trackers)
     host, port = parse_address(bind)
+    serving = replace(
+        _serving(config, token),
+        is_alone=machines is not None and machines.are_all,
+        saves_when_stopped=machines is not None,
+        bind=host,
+        port=port,
+        patience_s=patience_s,
+        epoch_ports=parse_ports(epoch_ports),
+    )
     run_plan = draft(config, choose=without_search, predicts_memory=False)
-    with (
-        _folder_of(config) as folder,
-        logging_to(folder, 0, config.run),
-        ExitStack() as stack,
-    ):
-        journal = _journal(folder, stack)
-        save_configuration(folder, run_plan.config)
-        has_all = machines is not None and machines.are_all
-        job = PlannedJob(run_plan, folder, stack, in_folder=has_all)
-        serving = replace(
-            _serving(config, token),
-            is_alone=has_all,
-            saves_when_stopped=machines is not None,
-            bind=host,
-            port=port,
-            patience_s=patience_s,
-            epoch_ports=parse_ports(epoch_ports),
-        )
-        server = ElasticServer(job, journal, serving, config.guard.copies)
+    # Machines that end with the coordinator have no use for another one.
+    store = store_of(config, standby=standby) if machines is None else None
+    with _place_of(config, store, say, standby=standby) as place:
+        if place is None:
+            return None
+        return _coordinate_in(place, run_plan, serving, machines, say)
+
+
+def _coordinate_in(
+    place: "_Place",
+    run_plan: RunPlan,
+    serving: Serving,
+    machines: OwnMachines | None,
+    say: Callable[[str], None],
+) -> Path | None:
+    config = run_plan.config
+    with ExitStack() as stack:
+        journal = _journal(place.folder, stack)
+        save_configuration(place.folder, config)
+        tenancy = _tenancy(config, place, journal)
+        stack.callback(tenancy.close)
+        job = PlannedJob(run_plan, place.folder, stack, in_folder=serving.is_alone)
+        server = ElasticServer(job, journal, serving, config.guard.copies, tenancy)
         stack.callback(server.close)
-        say(f"coordinating {folder} at {host}:{server.port}; machines join: dpipe join HOST:PORT")
-        _serve(server, folder, machines)
-        say(_end(server, job, rests=machines is not None))
-        return folder if server.over.is_set() else None
+        # First of all, so that nothing waits for a URL which does not answer.
+        stack.callback(tenancy.stop_waiting)
+        tenancy.start(address_of(config, serving.bind, server.port))
+        say(f"coordinating {place.folder} at {serving.bind}:{server.port}; {_JOIN}")
+        _serve(server, tenancy, place.folder, machines)
+        say(_end(server, tenancy, job, rests=machines is not None))
+        return place.folder if server.over.is_set() else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder that this process has open, and where the terms of its run are kept, if anywhere."""
+
+    folder: Path
+    store: TermStore | None
+    taken: int = 0  # the term that a standby has taken already
+
+
+def _tenancy(config: Config, place: _Place, journal: RunJournal) -> Tenancy:
+    store = place.store
+    if store is None:
+        return Undisputed()
+    number = place.taken or claim_term(store, place.folder, journal)
+    copies = RunCopies(store, number, place.folder, journal)
+    return HeldTerm(store, number, TermTimes.of(config.timeouts.heartbeat), copies)
 
 
 def _journal(folder: Path, stack: ExitStack) -> RunJournal:
+    # Open as long as anything could still be written to it.
     journal = RunJournal(folder / NAME)
     stack.callback(journal.close)
     if journal.get("over") is not None:
@@ -122,24 +168,33 @@ def _journal(folder: Path, stack: ExitStack) -> RunJournal:
     return journal
 
 
-def _serve(server: ElasticServer, folder: Path, machines: OwnMachines | None) -> None:
-    """Until the run is over, or a signal asks to stop."""
+def _serve(
+    server: ElasticServer, tenancy: Tenancy, folder: Path, machines: OwnMachines | None
+) -> None:
+    """Until the run is over, or a signal asks to stop. Raises `RunError` where another coordinator
+    has taken over.
+    """
     with stop_on_signals("stopping; the journal is kept") as wants_stop:
         if machines is not None:
             machines.start(server.port, folder)
         # In pieces, because a signal is only noted, and wakes nobody.
         while not (wants_stop() or server.over.wait(_POLL_S)):
+            if tenancy.is_lost:
+                raise TermLost(tenancy.lost_to())
             if machines is not None:
                 machines.look(server.newest_step)
 
 
-def _end(server: ElasticServer, job: "PlannedJob", *, rests: bool) -> str:
+def _end(server: ElasticServer, tenancy: Tenancy, job: "PlannedJob", *, rests: bool) -> str:
     """What there is to say. Raises `RunError` where the run has failed."""
+    # Where it is now: of a run that was taken over the identity names another machine's folder.
     if server.over.is_set():
         server.wait_for_agents(_GOODBYE_S)
+        # Behind their goodbye: a machine that lost its connection meanwhile finds this one still.
+        tenancy.close("over", server.failure)
         if server.failure is not None:
-            raise RunError(f"the run in {job.run.folder} has failed: {server.failure}")
-        return f"the run in {job.run.folder} has finished"
+            raise RunError(f"the run in {job.folder.absolute()} has failed: {server.failure}")
+        return f"the run in {job.folder.absolute()} has finished"
     if rests:
         return _rest(server, job)
     return "stopped; start it again within a minute, and the machines go on"
@@ -197,6 +252,45 @@ def parse_ports(text: str) -> range:
 
 
 @contextmanager
+def _place_of(
+    config: Config, store: TermStore | None, say: Callable[[str], None], *, standby: bool
+) -> Iterator[_Place | None]:
+    """None where there is nothing to coordinate."""
+    if not standby:
+        with _folder_of(config) as folder, logging_to(folder, 0, config.run):
+            yield _Place(folder, store)
+        return
+    assert store is not None, "`store_of` refuses a standby without one"
+    successor = Successor(store, config)
+    with _standing_in(config) as folder, logging_to(folder, 0, config.run):
+        say(f"standing by for the run at {store.url}")
+        taken = successor.wait(folder)
+        if taken is not None:
+            yield _Place(folder, store, taken.number)
+            return
+    if successor.end is not None and successor.end.failure is not None:
+        raise RunError(f"the run at {store.url} has failed: {successor.end.failure}")
+    say("stopped" if successor.end is None else f"the run at {store.url} has finished")
+    yield None
+
+
+@contextmanager
+def _standing_in(config: Config) -> Iterator[Path]:
+    """The folder of a standby: an empty one, or one that the run was in before."""
+    folder = Path(config.run.folder)
+    made = absent(folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    refuse_links(folder)
+    log = folder / "logs" / "rank-0.log"
+    with held(log, f"another coordinator has the run in {folder} ({log} says how far it is)"):
+        try:
+            yield folder
+        finally:
+            # Nothing is left of a standby that was not needed.
+            take_back(folder, made)
+
+
+@contextmanager
 def _folder_of(config: Config) -> Iterator[Path]:
     """The run's folder, new or that of a run that goes on."""
     folder = Path(config.run.folder)
@@ -226,7 +320,7 @@ class PlannedJob:
         self.num_layers = sum(run_plan.forecast.split)
         self.world_size = config.world_size
         self.num_steps = config.train.steps
-        self._folder = folder
+        self.folder = folder
         self._in_folder = in_folder
         self._plans: dict[int, RunPlan | None] = {self.world_size: run_plan}
         console = Console(file=lasting(sys.stdout))
@@ -281,7 +375,7 @@ class PlannedJob:
         return latest(checkpoint_url(config)) if reaches_all else None
 
     def take_upload(self, rank: int, kind: str, payload: bytes) -> None:
-        keep_upload(self._folder, rank, kind, payload)
+        keep_upload(self.folder, rank, kind, payload)
 
     def _plan(self, ranks: int) -> RunPlan:
         run_plan = self._planned(ranks)

@@ -18,6 +18,8 @@ from dpipe.errors import ConfigError
 from dpipe.keeper.keeper import Keeper
 from dpipe.processes.environment import environment, process_info
 from dpipe.run.join import address_toward, advertised_host, security_of
+from dpipe.terms.following import HolderSearch
+from dpipe.terms.storing import TermStore
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
@@ -45,7 +47,7 @@ def join(
     memory_bytes = machine_memory_bytes() if memory_gb is None else int(memory_gb * 1e9)
     offer = inquiry.job(address, security, wait_s)
     # Before anybody counts on this machine: what it cannot train is refused here.
-    prepare(offer.config, offer.layer_costs, node, trust_code=trust_code)
+    job = prepare(offer.config, offer.layer_costs, node, trust_code=trust_code)
     with Keeper(
         security=security,
         bind=bind,
@@ -60,12 +62,30 @@ def join(
             security,
             name=name or socket.gethostname(),
             memory_bytes=memory_bytes,
-            silence_s=config.timeouts.heartbeat,
+            silence_s=job.timeouts.heartbeat,
             wait_s=wait_s,
             trust_code=trust_code,
         )
-        with _watching(ask, agent), _leaving_on_signals(agent, leave_s):
+        with (
+            _watching(ask, agent),
+            _leaving_on_signals(agent, leave_s),
+            _searching(job.run.checkpoint_url, agent),
+        ):
             agent.run()
+
+
+@contextmanager
+def _searching(url: str | None, agent: AgentProcess) -> Iterator[None]:
+    """For a coordinator that takes over."""
+    if url is None:
+        yield
+        return
+    search = HolderSearch(TermStore(url), lambda: agent.is_unanswered, agent.move)
+    search.start()
+    try:
+        yield
+    finally:
+        search.close()
 
 
 @contextmanager

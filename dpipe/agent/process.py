@@ -34,6 +34,7 @@ from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
 _TICKS = 16  # in the time after which an agent is lost
+_SILENT_SHARE = 1 / 8  # of that time, after which another coordinator is looked for
 _GRACE_S = 1.0  # for an epoch to end by its own coordinator, which says all votes first
 _THREAD_S = 5.0
 _ROWS = 1000  # that are sent again to a coordinator that was away
@@ -61,7 +62,6 @@ class AgentProcess:
         trust_code: bool = False,
         train: RunEpoch = run_epoch,
     ) -> None:
-        self._host = address.rpartition(":")[0]
         self._keeper = keeper
         self._node = node
         self._trust_code = trust_code
@@ -121,6 +121,17 @@ class AgentProcess:
         """Hand over and go, within that time. Any thread may call it."""
         with self._lock:
             self._attendance.leave(within_s, time.monotonic())
+
+    def move(self, address: str) -> None:
+        """Another coordinator has taken over, and listens there. Any thread may call it."""
+        self._connection.move(address)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the coordinator is silent for longer than two messages of it are apart."""
+        with self._lock:
+            silent_s = self._attendance.unanswered_s(time.monotonic())
+        return silent_s > self._silence_s * _SILENT_SHARE
 
     def _work_until_out(self) -> None:
         while True:
@@ -240,8 +251,9 @@ class AgentProcess:
     def _read(self, content: dict[str, Any]) -> Assignment:
         assignment = ASSIGNMENT.read(json.dumps(content).encode())
         # At the host where this agent found the coordinator, which may not know how it is called.
+        host = self._connection.address.rpartition(":")[0]
         port = assignment.coordinator.rpartition(":")[2]
-        return assignment.model_copy(update={"coordinator": f"{self._host}:{port}"})
+        return assignment.model_copy(update={"coordinator": f"{host}:{port}"})
 
     # What `Attendance` acts through, with the lock held
 

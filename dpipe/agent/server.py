@@ -14,8 +14,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from dpipe.agent import knocking
 from dpipe.agent.digests import Digests
 from dpipe.agent.goodput import Goodput
 from dpipe.agent.job import ElasticJob
+from dpipe.agent.serving import Serving, past_of
 from dpipe.agent.standing import standing_of
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.elastic import messages
@@ -43,35 +45,21 @@ from dpipe.elastic.messages import (
     Enlist,
     ToAgent,
 )
-from dpipe.elastic.rendezvous import Past, Rendezvous, Settings
+from dpipe.elastic.rendezvous import Rendezvous, Settings
 from dpipe.epoch.assignment import Assignment
-from dpipe.errors import JoinError
+from dpipe.errors import JoinError, TermLost
+from dpipe.terms.tenancy import Tenancy, Undisputed
 from dpipe.wire.rpc import Security, serve
 
 LOG = logging.getLogger("dpipe")
 _TICKS = 32  # in the time after which an agent is lost
 _MOST_AGENTS = 1000  # connections at once; each holds a thread
+_UNDISPUTED = Undisputed()
+_LATE_S = 2.0  # of the clock, on a busy machine
 _STOP_S = 2.0
 _EVENTS_SHOWN = 10
 _TOKEN_BYTES = 16
 _OUTBOX = 1000  # messages that an agent has not read
-
-
-@dataclass(frozen=True)
-class Serving:
-    """Where and how the server listens."""
-
-    bind: str = "127.0.0.1"
-    port: int = 0
-    security: Security = field(default_factory=Security)
-    heartbeat_s: float = 40.0
-    join_s: float = 120.0
-    patience_s: float = 30.0
-    # Of the epochs' own coordinators, in turns: one may still close as the next one opens.
-    epoch_ports: Sequence[int] = (0,)
-    # No machine outlives the coordinator: none of before comes back to one that is started again.
-    is_alone: bool = False
-    saves_when_stopped: bool = False  # a rank that is told to stop writes a checkpoint
 
 
 @dataclass(eq=False)
@@ -96,13 +84,19 @@ class ElasticServer:
     """
 
     def __init__(
-        self, job: ElasticJob, journal: RunJournal, settings: Serving, copies: int = 1
+        self,
+        job: ElasticJob,
+        journal: RunJournal,
+        settings: Serving,
+        copies: int = 1,
+        tenancy: Tenancy = _UNDISPUTED,
     ) -> None:
         self.over = threading.Event()
         self.failure: str | None = None
         self._job = job
         self._journal = journal
         self._settings = settings
+        self._tenancy = tenancy
         self._lock = threading.RLock()
         self._connections: dict[str, _Connection] = {}
         self._epoch_server: CoordinatorServer | None = None
@@ -122,7 +116,7 @@ class ElasticServer:
                 copies=copies,
             ),
             self,
-            _past(journal, settings),
+            past_of(journal, settings),
             time.monotonic(),
         )
         self._server, self.port = serve(
@@ -175,9 +169,17 @@ class ElasticServer:
 
     def _tick(self) -> None:
         interval_s = min(self._settings.heartbeat_s / _TICKS, 1.0)
+        ticked_at = time.monotonic()
         while not self._stopped.wait(interval_s):
-            with self._lock:
-                self._rendezvous.tick(time.monotonic())
+            if not self._tenancy.holds:
+                continue
+            with self._lock, suppress(TermLost):
+                now = time.monotonic()
+                # Stopped, or not sure to coordinate: what came meanwhile is unread.
+                if now - ticked_at > max(_LATE_S, self._settings.heartbeat_s / 8):
+                    self._rendezvous.was_away(now)
+                ticked_at = now
+                self._rendezvous.tick(now)
 
     # Connections
 
@@ -191,7 +193,11 @@ class ElasticServer:
         if not isinstance(enlist, Enlist):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an agent enlists first")
         connection = _Connection(enlist.agent, context)
-        refusal = self._objection(enlist) or self._enlist(enlist, connection)
+        try:
+            self._tenancy.check()
+            refusal = self._objection(enlist) or self._enlist(enlist, connection)
+        except TermLost as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         if refusal is not None:
             LOG.warning("refused %s (%s): %s", enlist.name, enlist.host, refusal)
             yield _encode(messages.Refusal(reason=refusal))
@@ -251,8 +257,9 @@ class ElasticServer:
     def _read(self, incoming: Iterator[bytes], connection: _Connection) -> None:
         try:
             for content in incoming:
+                self._tenancy.check()
                 self._take(FROM_AGENT.read(content), connection)
-        except grpc.RpcError:
+        except (grpc.RpcError, TermLost):
             pass  # the stream is over, which follows below
         except ValueError as error:
             LOG.warning(
@@ -277,7 +284,8 @@ class ElasticServer:
                     )
 
     def _gone(self, agent_id: str) -> None:
-        with self._lock:
+        with self._lock, suppress(TermLost):
+            self._tenancy.check()
             if not self._is_settled(agent_id):
                 self._rendezvous.gone(agent_id, "its process has ended", time.monotonic())
 
@@ -353,6 +361,7 @@ class ElasticServer:
 
     def begin(self, epoch: Epoch) -> None:
         self._keep_beginning(epoch)
+        self._tenancy.publish()
         token = secrets.token_urlsafe(_TOKEN_BYTES)
         address = self._open_epoch(epoch, token)
         start = secrets.token_hex(8)
@@ -424,6 +433,7 @@ class ElasticServer:
                     heartbeat_s=settings.heartbeat_s,
                     join_s=settings.join_s,
                     on_upload=self._job.take_upload,
+                    gate=self._tenancy.check,
                 )
             except JoinError as error:
                 refusal = error
@@ -469,6 +479,7 @@ class ElasticServer:
         self.failure = reason
         self._fill_rows()
         self._journal.put("over", reason or "finished")
+        self._tenancy.publish()
         self.note("the run has finished" if reason is None else f"the run has failed: {reason}")
         self.over.set()
 
@@ -528,6 +539,7 @@ class ElasticServer:
 
     def let_go(self, request: messages.LeaveRequest) -> int:
         """Have the agents of that name leave; returns how many there are."""
+        self._tenancy.check()
         with self._lock:
             named = [
                 agent.id
@@ -537,14 +549,6 @@ class ElasticServer:
             for agent_id in named:
                 self._rendezvous.leave(agent_id, request.within_s, time.monotonic())
         return len(named)
-
-
-def _past(journal: RunJournal, settings: Serving) -> Past:
-    past = journal.past()
-    epoch = past.resumed_at[-1][0] if past.resumed_at else 0
-    # Nobody of before comes back, where all were told to go.
-    has_rested = journal.get("rested_after") == str(epoch)
-    return replace(past, seats=()) if settings.is_alone or has_rested else past
 
 
 def _handler(server: ElasticServer) -> grpc.GenericRpcHandler:

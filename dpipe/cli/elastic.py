@@ -30,6 +30,12 @@ SECONDS = NumberRange(min=0, max=MAX_WAIT_S)
     default="0",
     help="Ports that epochs take in turns, for a firewall; default: any free one.",
 )
+@click.option(
+    "--standby",
+    is_flag=True,
+    help="Wait, and take the run over where its coordinator shows no sign of life at "
+    "run.checkpoint_url any more.",
+)
 @TRUST_CODE
 def coordinate(
     config: str,
@@ -37,16 +43,19 @@ def coordinate(
     bind: str,
     patience_s: float,
     epoch_ports: str,
+    standby: bool,
     trust_code: bool,
 ) -> None:
     """Keep a run going whose machines come and go.
 
     Machines join with `dpipe join`. What must not be lost is in FOLDER/journal.sqlite: killed and
-    started again, this goes on, and the machines wait for it.
+    started again, this goes on, and the machines wait for it. With run.checkpoint_url a copy is
+    there, too, so that a standby on another machine can take over.
 
     \b
-    Example:
+    Examples:
       dpipe coordinate job.toml --bind 0.0.0.0:7000
+      dpipe coordinate job.toml --bind 0.0.0.0:7000 --standby    # on another machine
     """
     from dpipe.agent.coordinate import coordinate as coordinate_here
     from dpipe.report.display import lasting
@@ -59,6 +68,7 @@ def coordinate(
         bind,
         patience_s=patience_s,
         epoch_ports=epoch_ports,
+        standby=standby,
         trust_code=trust_code,
         say=say,
     )

@@ -33,7 +33,7 @@ from dpipe.coordinator.membership import (
     host_of,
     other_protocol,
 )
-from dpipe.errors import DpipeError, JoinError, TransferError
+from dpipe.errors import DpipeError, JoinError, TermLost, TransferError
 from dpipe.relay.server import Relay
 from dpipe.session.frames import MessageFrames
 from dpipe.session.grpc_stream import SECRET_BYTES, GrpcStream, hello_of
@@ -59,8 +59,9 @@ class CoordinatorServer:
     `join_s` bounds the wait for all ranks, counted from the constructor. A rank is lost when its
     stream breaks, at once for a killed process, or when nothing came from it for `heartbeat_s`.
     `on_upload(rank, kind, payload)` is called from a thread of that rank, in the order of its
-    uploads, whose kinds are in `limits.py`; where it raises, the run ends with that reason. Raises
-    `JoinError` where it cannot bind.
+    uploads, whose kinds are in `limits.py`; where it raises, the run ends with that reason. `gate`
+    is called before any message is acted on: it may wait, and raises `TermLost` where nothing may
+    be answered any more. Raises `JoinError` where it cannot bind.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class CoordinatorServer:
         heartbeat_s: float = 40.0,
         join_s: float = 120.0,
         on_upload: Callable[[int, str, bytes], None] | None = None,
+        gate: Callable[[], None] = lambda: None,
     ) -> None:
         self._membership = Membership(
             world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic()
@@ -82,6 +84,7 @@ class CoordinatorServer:
         self._guests: set[_Guest] = set()  # whose streams, or sessions, are open
         self._threads: set[threading.Thread] = set()
         self._on_upload = on_upload
+        self._gate = gate
         self._stopped = threading.Event()
         self._clock = threading.Thread(
             target=self._tick,
@@ -271,9 +274,10 @@ class CoordinatorServer:
         try:
             for message in assemble(guest.listen(), pb.ToCoordinator, guest.most_bytes):
                 check(message)
+                self._gate()
                 self._take(message, guest)
                 guest.refuse_deaf()
-        except OSError:
+        except (OSError, TermLost):
             pass  # the session is over: `why` says it
         except (DecodeError, TransferError) as error:
             with self._lock:

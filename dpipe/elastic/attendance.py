@@ -83,6 +83,7 @@ class Attendance:
         self._is_enlisted = False
         self._away_since = now
         self._lease_until = now
+        self._heard_at = now  # the newest of what the coordinator has answered was said then
         self._enlisting_at = now
         self._next: int | None = None  # assigned, while the work of an older epoch still ends
         self._last: EpochReport | None = None
@@ -122,6 +123,7 @@ class Attendance:
     def enlisted(self, epoch: int, newest_valid: float, newest_step: int) -> None:
         """The coordinator knows this agent, and the run up to the state of `newest_step`."""
         self._is_enlisted = True
+        self._heard_at = self._enlisting_at
         self._lease_until = self._enlisting_at + self._lease_s
         self._hear_of(epoch, newest_valid)
         for step_epoch, step in self._steps:
@@ -134,7 +136,12 @@ class Attendance:
 
     def answered(self, sent_at: float) -> None:
         """The coordinator has heard what was said at `sent_at`."""
+        self._heard_at = max(self._heard_at, sent_at)
         self._lease_until = max(self._lease_until, sent_at + self._lease_s)
+
+    def unanswered_s(self, now: float) -> float:
+        """How old the newest is of what the coordinator has heard."""
+        return now - self._heard_at
 
     # Epochs
 

@@ -10,6 +10,7 @@ also where the process or the machine dies in the middle.
 
 import json
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Annotated
@@ -38,13 +39,14 @@ _SEATS = Schema[list[str]](Annotated[list[str], Field(min_length=1, max_length=1
 
 
 class RunJournal:
-    """Open from the constructor until `close`. Used under the lock of its server.
+    """Open from the constructor until `close`. Used under the lock of its server, but `content`.
 
     Raises `CheckpointError` where the file is damaged, or of another version of dpipe.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()  # held while a change is half made
         self._database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
         try:
             self._open()
@@ -89,6 +91,11 @@ class RunJournal:
         """The last ones, oldest first."""
         return _events(self._database, most)
 
+    def content(self) -> bytes:
+        """The whole file, as it would be read now."""
+        with self._lock:
+            return self._database.serialize()
+
     def past(self) -> Past:
         """Raises `ValueError` where it does not hold what it should."""
         order = "SELECT number, resume_step, seats FROM epochs ORDER BY number"
@@ -104,7 +111,7 @@ class RunJournal:
     def _write(self, order: str, *values: object) -> None:
         """Raises `RunError`: what is not kept must not happen."""
         try:
-            with self._database:
+            with self._lock, self._database:
                 self._database.execute(order, values)
         except sqlite3.Error as error:
             raise RunError(

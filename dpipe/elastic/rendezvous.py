@@ -258,6 +258,12 @@ class Rendezvous:
         self._lose(agent_id, why, now)
         self._advance(now)
 
+    def was_away(self, now: float) -> None:
+        """This coordinator was stopped, or could not answer: nobody's silence counts until now."""
+        for agent in self.agents.values():
+            agent.heard_at = now
+        self._awaited = dict.fromkeys(self._awaited, now)
+
     def tick(self, now: float) -> None:
         """Call it a few times in `silence_s`."""
         silence_s = self._settings.silence_s

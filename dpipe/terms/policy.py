@@ -19,7 +19,7 @@ of the two sees the other, and no clock has a part in that.
 A step. It counts where all ranks vote for it. The next holder begins no epoch before each rank of
 the last one has come to it and stopped, or has been silent for `silence_s`: and a rank stops by
 itself when its coordinator has not answered for two thirds of that (`elastic.attendance`). A holder
-answers for at most `lease_s` after its term was over, which is a quarter of it.
+answers for at most `lease_s` after its term was over, which is a quarter of it at most.
 
 Policy only, as `elastic.rendezvous`: `now` is in seconds of a clock that does not jump.
 """
@@ -30,6 +30,7 @@ from enum import StrEnum
 from dpipe.terms.records import HolderBeat
 
 _LEASE_SHARE = 1 / 4  # of the silence after which a rank is lost
+_MOST_LEASE_S = 10.0  # machines wait for a minute
 _MOST_BEAT_S = 1.0
 _BEATS = 8  # in a lease, at least
 
@@ -44,7 +45,7 @@ class TermTimes:
 
     @classmethod
     def of(cls, silence_s: float) -> "TermTimes":
-        lease_s = silence_s * _LEASE_SHARE
+        lease_s = min(_MOST_LEASE_S, silence_s * _LEASE_SHARE)
         return cls(min(_MOST_BEAT_S, lease_s / _BEATS), lease_s, lease_s)
 
 

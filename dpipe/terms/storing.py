@@ -33,7 +33,7 @@ class TermStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._storage = Storage(f"{url.rstrip('/')}/{_FOLDER}")
+        self._storage = Storage(self.place)
 
     def refuse_unfit(self) -> None:
         """Raises `ConfigError` unless one name can be created here once alone."""
@@ -95,9 +95,18 @@ class TermStore:
         with self._reaching():
             self._storage.replace(_name(number, name), content)
 
-    def remove(self, number: int, name: str) -> None:
+    def forget(self, number: int) -> None:
+        """Remove the files of an old term, but for the records of who held it."""
+        kept = {_name(number, name) for name in ("term.json", "beat.json")}
         with self._reaching():
-            self._storage.remove_file(_name(number, name))
+            for name in self._storage.names():
+                if name.startswith(_name(number, "")) and name not in kept:
+                    self._storage.remove_file(name)
+
+    @property
+    def place(self) -> str:
+        """Where people find it."""
+        return f"{self.url.rstrip('/')}/{_FOLDER}"
 
     def _record(self, number: int, name: str, schema: Schema[T]) -> T | None:
         content = self.read(number, name)
@@ -107,8 +116,8 @@ class TermStore:
             return schema.read(content)
         except ValueError as error:
             raise CheckpointError(
-                f"{self.url}/{_FOLDER}/{_name(number, name)} is damaged ({error}): who coordinates "
-                f"cannot be told; stop all coordinators, and delete {self.url}/{_FOLDER}"
+                f"{self.place}/{_name(number, name)} is damaged ({error}): who coordinates cannot "
+                f"be told; stop all coordinators, and delete {self.place}"
             ) from None
 
     def _create(self, name: str, content: bytes) -> bool:

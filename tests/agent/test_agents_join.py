@@ -16,7 +16,8 @@ import pytest
 from dpipe.agent import control_stream, inquiry, process
 from dpipe.agent.process import AgentProcess
 from dpipe.agent.rows import RunRows
-from dpipe.agent.server import ElasticServer, Serving
+from dpipe.agent.server import ElasticServer
+from dpipe.agent.serving import Serving
 from dpipe.config.run import NodeConfig
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.elastic.messages import METHOD

@@ -13,7 +13,8 @@ import pytest
 
 from dpipe import __version__
 from dpipe.agent.rows import RunRows
-from dpipe.agent.server import ElasticServer, Serving
+from dpipe.agent.server import ElasticServer
+from dpipe.agent.serving import Serving
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.elastic.messages import METHOD, PROTOCOL, RELEASE_METHOD, STATUS_METHOD
 from dpipe.epoch.assignment import AssignedRun
