@@ -168,6 +168,24 @@ class Cluster:
             raise ProfileError(f"there is no machine {name!r:.100}; there are {known}{more}")
         return self._by_name[name]
 
+    @cached_property
+    def relay(self) -> str | None:
+        """Where links are relayed, the machine whose coordinator does it, on which rank 0 must be:
+        the first that has no such link itself. None where no link is relayed. Raises
+        `ProfileError` where every machine has one.
+        """
+        if not self.relayed:
+            return None
+        hidden = {name for pair in self.relayed for name in pair}
+        for name in self.names:
+            if name not in hidden:
+                return name
+        raise ProfileError(
+            "every machine has a relayed link, so that none is left for the coordinator, which all "
+            "must be able to dial: add a machine that they reach, or leave out relayed = true of "
+            "one that they do"
+        )
+
     def link(self, source: str, target: str) -> Link | None:
         """None where the two cannot talk."""
         if source == target:

@@ -37,18 +37,27 @@ def network_of(cluster: Cluster, seats: Seats) -> Network:
     """
     check_seats(cluster, seats)
     links: dict[tuple[int, int], Link] = {}
+    relayed = set()
     for source, here in enumerate(seats):
         for target, there in enumerate(seats):
             link = cluster.link(here, there)
             # Of hundreds of machines most pairs have the default, which a network holds once.
             if source != target and link is not None and link != cluster.default_link:
                 links[source, target] = link
+            if (here, there) in cluster.relayed:
+                relayed.add((source, target))
     interfaces = []
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
         interface = Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name)
         interfaces.append(interface)
-    return Network(cluster.name, cluster.default_link, links, interfaces=tuple(interfaces))
+    return Network(
+        cluster.name,
+        cluster.default_link,
+        links,
+        interfaces=tuple(interfaces),
+        relayed=frozenset(relayed),
+    )
 
 
 def message_network_of(cluster: Cluster, seats: Seats) -> Network:

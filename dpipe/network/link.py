@@ -187,6 +187,7 @@ class Network:
     links: dict[tuple[int, int], Link] = field(default_factory=dict)  # by (from rank, to rank)
     connections: int = 1  # TCP connections that a run opens for each link
     interfaces: tuple[Interface, ...] = ()  # a rank that is in none has one to itself
+    relayed: frozenset[tuple[int, int]] = frozenset()  # links that rank 0's machine passes on
 
     def link(self, source: int, target: int) -> Link:
         """Raises `ProfileError` for a pair that is not listed, if there is no default."""

@@ -163,7 +163,9 @@ class Climb:
         self._move_layer(ends, rows)
         rows = np.flatnonzero(reorders)
         self._reorder_stages(orders, rows)
-        return self._problem.led(orders), ends
+        size = self._shape.tensor_parallel
+        led = self._problem.led(orders, size)
+        return led, ends
 
     def _swap(self, orders: Ints, rows: Ints) -> None:
         rng = self._rng

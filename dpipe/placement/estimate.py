@@ -18,7 +18,8 @@ A replica takes at least the longest of these, by stage:
                                               the last backward leaves it; ranks on one machine
                                               share its cores
     head + M bytes / egress + tail            the same of what its machine sends, and receives;
-                                              ranks on one machine share both
+                                              ranks on one machine share both, and
+                                              relayed links pass that of rank 0
     round trip + (M - 1) x the slowest        forward, backward or direction of a link, which
                                               all pass once
     head + M / k x round trip + tail          where memory lets k micro-batches be under way
@@ -46,7 +47,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpipe.placement.fleet import Floats, Ints
+from dpipe.placement.fleet import Bools, Floats, Ints
 from dpipe.placement.problem import PlanProblem
 from dpipe.placement.shape import PlanShape
 
@@ -181,7 +182,17 @@ class _Batch:
         seats_s = found.seats_s
         seats_s.max(axis=2, out=found.replica_s)
         self._set_steps(found)
+        if self._problem.first is not None:
+            found.step_s[~self._led] = np.inf
         return found
+
+    @property
+    def _led(self) -> Bools:
+        """By candidate, whether rank 0 is where it must be."""
+        size = self._shape.tensor_parallel
+        leading = self._problem.leading(size)
+        first_seats = self._seats[:, 0, 0]
+        return np.isin(first_seats, leading)
 
     def _set_steps(self, found: Estimate) -> None:
         shape = self._shape
@@ -294,6 +305,15 @@ class _Batch:
         received = np.zeros(seats.shape)
         received[..., 1:] = forward
         received[..., :-1] += backward
+        if units.relayed.any():
+            # Through the interface of the first seat, both in and out.
+            relayed = units.relayed[self._here, self._there]
+            both_ways = self._forward_gbit + self._backward_gbit
+            passed = both_ways * relayed
+            of_hops = (1, 2)  # axes
+            of_all_hops = passed.sum(axis=of_hops)
+            sent[:, 0, 0] += of_all_hops
+            received[:, 0, 0] += of_all_hops
         egress_gbps = units.egress_gbps[seats]
         ingress_gbps = units.ingress_gbps[seats]
         sent_s = self._of_machines(sent) / egress_gbps
@@ -412,6 +432,13 @@ class _Batch:
         others_gbit = share_gbit * (replicas - 1)
         over_interface_s = others_gbit / interface
         over_s = np.maximum(over_link_s, over_interface_s)
+        if units.relayed.any():
+            relayed = units.relayed.take(pairs)
+            count = relayed.sum(axis=of_pairs)
+            relay = self._seats[0, 0, 0]
+            over_relay_s = share_gbit * count
+            over_relay_s /= both_ways[relay]
+            over_s = np.maximum(over_s, over_relay_s)
         total: Floats = over_s + 2 * farthest_s
         return total
 

@@ -13,6 +13,7 @@ from dpipe.network.link import Link
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _GIGA = 1e9
 
@@ -28,6 +29,7 @@ class Units:
     ingress_gbps: Floats
     gbps: Floats  # [from, to]; 0 where there is no link
     delay_s: Floats  # [from, to]; infinite where there is none
+    relayed: Bools  # [from, to]; by the machine of the first seat
     price: Floats  # of its machine, an hour
     cores: Floats  # of its machine, for all ranks on it; infinite where computing takes none
     num_machines: int
@@ -112,6 +114,7 @@ def units_of(cluster: Cluster, config: Config, group_size: int) -> Units:
         ingress_gbps=ingress[machine],
         gbps=gbps[pairs],
         delay_s=delay_s[pairs],
+        relayed=_relayed(cluster)[pairs],
         price=price[machine],
         cores=cores[machine],
         num_machines=num_machines,
@@ -166,6 +169,20 @@ def _links(cluster: Cluster, connections: int | str) -> tuple[Floats, Floats]:
             gbps[number, number] = rate(inside)
             delay_s[number, number] = inside.delay_ms / 1e3
     return gbps, delay_s
+
+
+def _relayed(cluster: Cluster) -> Bools:
+    place = {name: number for number, name in enumerate(cluster.names)}
+    count = len(place)
+    shape = (count, count)
+    relayed = np.zeros(shape, dtype=bool)
+    for source, target in cluster.relayed:
+        # Of ranks that are in one group only the first has a place.
+        if source in place and target in place:
+            here = place[source]
+            there = place[target]
+            relayed[here, there] = True
+    return relayed
 
 
 def _rate(link: Link, connections: int | str) -> float:

@@ -70,13 +70,22 @@ class PlanProblem:
         key = ("units", group_size)
         return self._once(key, make)
 
-    def led(self, orders: Ints) -> Ints:
-        """`orders` [candidate, unit] with the unit of `first` in the first seat, in exchange for
-        whichever sat there.
-        """
+    def leading(self, group_size: int) -> Ints:
+        """The units that may have the first seat, where only those of `first` may."""
         if self.first is None:
+            return np.arange(0)
+        machine = self.cluster.names.index(self.first)
+        units = self.units(group_size)
+        return np.flatnonzero(units.machine == machine)
+
+    def led(self, orders: Ints, group_size: int) -> Ints:
+        """`orders` [candidate, unit] with a unit of `first` in the first seat, in exchange for
+        whichever sat there. As they are where it has none, which the estimate refuses.
+        """
+        own = self.leading(group_size)
+        if own.size == 0:
             return orders
-        unit = self.cluster.names.index(self.first)
+        unit = own[0]
         led = orders.copy()
         candidates, places = np.nonzero(orders == unit)
         led[candidates, places] = orders[candidates, 0]

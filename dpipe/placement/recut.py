@@ -100,7 +100,9 @@ def _swapped(problem: PlanProblem, placed: Placed, replica: int, number: int) ->
         order = placed.order.copy()
         order[[here, there]] = order[[there, here]]
         orders.append(order)
-    return problem.led(np.array(orders))
+    size = placed.shape.tensor_parallel
+    candidates = np.array(orders)
+    return problem.led(candidates, size)
 
 
 def _moved(placed: Placed, replica: int, source: int) -> Ints:

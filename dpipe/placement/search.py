@@ -146,7 +146,8 @@ class Starts:
         """
         chain = self._chain(shape)
         starts = starting_orders(self._problem, shape, chain)
-        orders = self._problem.led(starts)
+        size = shape.tensor_parallel
+        orders = self._problem.led(starts, size)
         best = self._best(shape, orders)
         if not best.waits:
             return best
@@ -175,6 +176,7 @@ class Starts:
     def best(self, placement: Placed) -> Placed:
         """The best of all ways, where they are few."""
         shape = placement.shape
+        size = shape.tensor_parallel
         num_units = len(placement.order)
         count = math.perm(num_units, shape.num_seats)
         if count > _FEW:
@@ -184,7 +186,8 @@ class Starts:
         # In blocks, as the arrays of an estimate are as long as there are candidates.
         for block in _blocks(every):
             completed = [_completed(order, num_units) for order in block]
-            orders = self._problem.led(np.array(completed))
+            candidates = np.array(completed)
+            orders = self._problem.led(candidates, size)
             other = self._best(shape, orders)
             best = min(best, other, key=_value)
         return best

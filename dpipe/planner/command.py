@@ -56,7 +56,8 @@ def plan_text(
     if max_price is not None or objective == "price":
         _refuse_unknown_prices(cluster)
     choices = choices_of(config, formats)
-    problem = PlanProblem(config, cluster, choices, whole_model_of(config))
+    whole = whole_model_of(config)
+    problem = PlanProblem(config, cluster, choices, whole, first=cluster.relay)
     decided = decide(
         problem, Objective(objective, math.inf if max_price is None else max_price), seed
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import combinations, pairwise
 from typing import Any
 
 from dpipe.placement.priced import names_of, price_of, price_per_hour
@@ -43,11 +44,27 @@ def as_row(decided: Decided) -> dict[str, Any]:
         "wire": best.config.pipeline.model_dump()["wire"],
         "data_parallel": {"kind": shape.kind, "wire": shape.exchange_wire},
         "connections": best.network.connections,
+        "relay": decided.problem.cluster.relay,
+        "relayed": _relayed(decided),
         "left_out": list(decided.left_out),
         "seats": [asdict(report) for report in seat_reports(decided)],
         "what_if": [asdict(each) for each in what_ifs(decided)],
         "alternatives": [_alternative(decided, each) for each in decided.others[:_ALTERNATIVES]],
     }
+
+
+def _relayed(decided: Decided) -> list[list[str]]:
+    """The pairs of machines that the plan has talk through the relay."""
+    replicas = decided.plan.replicas
+    talking = set()
+    for names in replicas:
+        talking |= set(pairwise(names))
+    # Those that hold a stage agree on its gradients.
+    for names in zip(*replicas, strict=True):
+        talking |= set(combinations(names, 2))
+    relayed = decided.problem.cluster.relayed
+    pairs = {tuple(sorted(pair)) for pair in talking if pair in relayed}
+    return [list(pair) for pair in sorted(pairs)]
 
 
 def _layers_per_stage(found: Evaluated) -> list[Any]:
@@ -94,6 +111,9 @@ def _lines(decided: Decided, row: dict[str, Any]) -> Iterator[str]:
         kind = row["data_parallel"]["kind"]
         yield f"replicas agree  by {kind}, wire {row['data_parallel']['wire']}"
     yield from _seat_lines(seat_reports_of(row))
+    if row["relay"] is not None:
+        pairs = ", ".join(" - ".join(pair) for pair in row["relayed"][:_NAMED])
+        yield f"relayed         {pairs or 'no link of this plan'}; rank 0 is on {row['relay']}"
     if row["left_out"]:
         names = row["left_out"]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

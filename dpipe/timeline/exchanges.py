@@ -90,7 +90,7 @@ class Replicas:
         """Whether every replica would take the same time for the same, so that one stands for
         all.
         """
-        if self.parts or not self.exchange.symmetric:
+        if self.parts or not self.exchange.symmetric or network.relayed:
             return False
         if not self._interfaces_alike(network, per_replica):
             return False

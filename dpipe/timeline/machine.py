@@ -5,7 +5,7 @@ machines.
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,6 +21,8 @@ Call = Callable[[], None]
 Item = TypeVar("Item")
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
 
+
+_RELAY = 0  # the rank on whose machine the coordinator is
 
 _Event = tuple[float, int, Call]  # when, and which request it is
 
@@ -159,12 +161,12 @@ def handle(
 @dataclass(slots=True)
 class _Message:
     left: Since  # called when its last bit has left
-    begun: Call | None = None  # called when its first bit has
+    begun: Sequence[Call] = ()  # called when its first bit has
 
 
 def _begin(message: _Message) -> None:
-    if message.begun is not None:
-        message.begun()
+    for call in message.begun:
+        call()
 
 
 class _OnClock(Generic[Item]):
@@ -211,13 +213,22 @@ class _OnClock(Generic[Item]):
 
 
 @dataclass(frozen=True, slots=True)
+class _Stop:
+    """A rate that a message shares with others behind its sender's interface."""
+
+    after_us: float  # when its first bit is there
+    # As that of `_OnClock`; calls what it is given once the message is through.
+    offer: Callable[[int, int, Call, int], None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Way:
     """What lies between two ranks."""
 
     delay_us: float
     lossy: bool
     egress: _OnClock[_Message]
-    ingress: _OnClock[Call] | None
+    stops: tuple[_Stop, ...]
 
 
 class Wires:
@@ -282,12 +293,13 @@ class Wires:
             handle(self._cores.get(target), receiver, over)
 
         came = self._with_work(target, receiver, num_bytes, delay_us, landed)
-        begun = None
-        if way.ingress is not None:
-            taken_in = _Both(came)
-            came = taken_in.moved
-            take_in = partial(way.ingress.offer, source, target, taken_in.worked, num_bytes)
-            begun = partial(self._clock.after, way.delay_us, take_in)
+        begun: list[Call] = []
+        for stop in way.stops:
+            passed = _Both(came)
+            came = passed.moved
+            offer = partial(stop.offer, source, target, passed.worked, num_bytes)
+            reach = partial(self._clock.after, stop.after_us, offer)
+            begun.append(reach)
 
         def gone(start_us: float) -> None:
             arrive = partial(came, start_us + delay_us)
@@ -296,7 +308,8 @@ class Wires:
 
         sender = (source, "to", target)
         through = self._with_work(source, sender, num_bytes, 0.0, gone)
-        way.egress.offer(source, target, _Message(through, begun), num_bytes)
+        message = _Message(through, begun)
+        way.egress.offer(source, target, message, num_bytes)
 
     def _way(self, source: int, target: int) -> _Way:
         if (source, target) not in self._ways:
@@ -305,9 +318,59 @@ class Wires:
                 link.delay_us,
                 lossy=link.loss_percent > 0,
                 egress=self._egress_of(source, target),
-                ingress=self._ingress_of(source, target),
+                stops=tuple(self._stops(source, target, link.delay_us)),
             )
         return self._ways[source, target]
+
+    def _stops(
+        self,
+        source: int,
+        target: int,
+        delay_us: float,
+    ) -> Iterator[_Stop]:
+        """The interfaces that a message passes behind its sender's, all at once: its first bit is
+        sent on before its last is there.
+        """
+        network = self._network
+        ends = source, target
+        if ends in network.relayed:
+            half_way_us = delay_us / 2
+            yield from self._taking_in(source, _RELAY, half_way_us)
+            egress = self._egress_of(_RELAY, target)
+            send_on = partial(self._send_on, egress, half_way_us)
+            yield _Stop(half_way_us, send_on)
+        yield from self._taking_in(source, target, delay_us)
+
+    def _taking_in(
+        self,
+        source: int,
+        rank: int,
+        after_us: float,
+    ) -> Iterator[_Stop]:
+        """At the machine of `rank`, unless nothing but links bounds what it takes in."""
+        network = self._network
+        if network.share_machine(source, rank):
+            return
+        ingress_gbps = network.ingress_gbps(rank)
+        if math.isinf(ingress_gbps):
+            return
+        ingress = self._ingress_of(rank)
+        yield _Stop(after_us, ingress.offer)
+
+    def _send_on(
+        self,
+        egress: _OnClock[_Message],
+        delay_us: float,
+        source: int,
+        target: int,
+        over: Call,
+        num_bytes: int,
+    ) -> None:
+        def gone(start_us: float) -> None:
+            self._clock.after(delay_us, over)
+
+        message = _Message(gone)
+        egress.offer(source, target, message, num_bytes)
 
     def _egress_of(self, source: int, target: int) -> _OnClock[_Message]:
         network = self._network
@@ -320,15 +383,11 @@ class Wires:
             self._egress[machine] = _OnClock(self._clock, egress, _leave)
         return self._egress[machine]
 
-    def _ingress_of(self, source: int, target: int) -> _OnClock[Call] | None:
-        """None where nothing but links bounds it."""
+    def _ingress_of(self, rank: int) -> _OnClock[Call]:
         network = self._network
-        inside = network.share_machine(source, target)
-        if inside or math.isinf(network.ingress_gbps(target)):
-            return None
-        machine = network.interface(target).ranks
+        machine = network.interface(rank).ranks
         if machine not in self._ingress:
-            ingress: Ingress[Call] = Ingress(network, target)
+            ingress: Ingress[Call] = Ingress(network, rank)
             self._ingress[machine] = _OnClock(self._clock, ingress, _taken_in)
         return self._ingress[machine]
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,37 @@ def run(*arguments: str) -> Result:
 
 def plan(*arguments: str) -> Result:
     return run("plan", "job.toml", "--machines", "machines.toml", *arguments)
+
+
+def relayed_machines(*relayed: tuple[str, str]) -> str:
+    """Four that are alike, in the order b, a, c, d; their links as fast as their interfaces."""
+    alike = [Machine(name, gflops=5, egress_gbps=0.01, ingress_gbps=0.01) for name in "bacd"]
+    links = {pair: Link(0.1, 0.01) for pair in permutations("bacd", 2)}
+    return dump_machines(Cluster(tuple(alike), links, relayed=frozenset(relayed)))
+
+
+def test_plan_has_rank_0_where_the_relay_is_and_goes_around_relayed_links(folder: Path) -> None:
+    (folder / "machines.toml").write_text(relayed_machines(("a", "b"), ("b", "d")))
+    done = plan("-o", "pipeline.stages=3", "--write", "plan.toml")
+    assert done.exit_code == 0, done.output
+    assert "relayed         no link of this plan; rank 0 is on c" in done.output
+    (names,) = load_plan("plan.toml").replicas
+    assert names[0] == "c"
+
+
+def test_plan_says_which_of_its_links_are_relayed(folder: Path) -> None:
+    (folder / "machines.toml").write_text(relayed_machines(("a", "b"), ("a", "d"), ("b", "d")))
+    done = plan("-o", "pipeline.stages=4")
+    assert re.search(r"relayed         . - ., . - .; rank 0 is on c", done.output)
+    relayed = json.loads(plan("-o", "pipeline.stages=4", "--json").output)["relayed"]
+    assert len(relayed) == 2
+
+
+def test_machines_that_are_all_behind_the_relay_are_refused(folder: Path) -> None:
+    (folder / "machines.toml").write_text(relayed_machines(("a", "b"), ("c", "d")))
+    done = plan()
+    assert done.exit_code == 2
+    assert "every machine has a relayed link" in done.output
 
 
 def test_plan_is_explained_written_and_simulated(folder: Path) -> None:

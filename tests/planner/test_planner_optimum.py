@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from planner.fleets import job, machines, problem
 
+from dpipe.machines.machine import Cluster, Machine
+from dpipe.network.link import Link
 from dpipe.placement.climb import seats_of
 from dpipe.placement.estimate import estimate
 from dpipe.placement.fleet import Ints
@@ -134,3 +136,22 @@ def test_machine_of_rank_0_has_the_first_stage_where_that_is_known() -> None:
         assert cluster.names[placement.order[0]] == last
         assert sorted(placement.order) == list(range(5))
         assert placement.value >= free.value
+
+
+def test_machine_that_relays_is_rank_0_and_its_load_counts() -> None:
+    """Machines that are alike, but the second and the third reach each other through the first
+    alone.
+    """
+    near = Link(0.5, 0.02)
+    alike = tuple(Machine(name, gflops=10, egress_gbps=0.02, ingress_gbps=0.02) for name in "cab")
+    cluster = Cluster(alike, default_link=near, relayed=frozenset({("a", "c")}))
+    assert cluster.relay == "b"
+    given = replace(problem(job(pipeline={"stages": 3}), cluster), first=cluster.relay)
+    (shape, *_) = [placed.shape for placed in search(given, Objective())]
+    seats = np.array([[[2, 0, 1]], [[0, 2, 1]]])  # b c a: relayed; c b a: rank 0 is hidden
+    ends = np.array([[0, 3, 6, 8], [0, 3, 6, 8]])
+    direct = replace(given, cluster=replace(cluster, relayed=frozenset()), _known={})
+    relayed_s, hidden_s = estimate(given, shape, seats, ends).step_s
+    direct_s, _ = estimate(direct, shape, seats, ends).step_s
+    assert direct_s < relayed_s
+    assert hidden_s == np.inf

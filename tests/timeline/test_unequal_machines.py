@@ -65,6 +65,40 @@ def test_message_passes_a_slow_ingress_from_its_first_bit_on():
     """)
 
 
+def test_relayed_message_passes_the_interface_of_rank_0_both_ways():
+    """Half a microsecond after rank 1 begins to send, its first bit is at rank 0, which takes it in
+    and sends it on within 8, both at once; the last bit is at rank 2 half a microsecond later.
+    """
+    relay = Interface((0,), egress_gbps=0.5, ingress_gbps=0.5)
+    cost = Cost.uniform(3, forward_us=10, backward_us=20, message_bytes=4 * BYTES_PER_US)
+    network = Network(default=LINK, interfaces=(relay,))
+    relayed = replace(network, relayed=frozenset({(1, 2), (2, 1)}))
+
+    def arrival(network: Network) -> float:
+        timeline = simulate_alone(Scenario(gpipe(3, 1), cost, network))
+        (span,) = timeline.on(2, Lane.RECV)
+        (sent,) = (span for span in timeline.on(1, Lane.SEND) if "SEND_F" in str(span.action))
+        return span.end_us - sent.start_us
+
+    assert arrival(network) == 5  # 4 on the way, and the delay
+    assert arrival(relayed) == 9
+
+
+def test_relayed_links_share_the_relay():
+    """Two replicas of two stages; a message of each leaves at 10. That of the second is sent on
+    when that of the first has left, 14 to 18, and its stage begins at 18.5 instead of 15.
+    """
+    relay = Interface((0,), egress_gbps=1, ingress_gbps=1)
+    network = Network(default=LINK, interfaces=(relay,))
+    relayed = replace(network, relayed=frozenset({(2, 3), (3, 2)}))
+    begins = []
+    for each in (network, relayed):
+        timeline = alone(each, replicas=Replicas(silent(2)))
+        first, *_ = timeline.on(3, Lane.COMPUTE)
+        begins.append(first.start_us)
+    assert begins == [15, 18.5]
+
+
 def test_replicas_of_two_machines_share_both_interfaces():
     """Ranks 0 and 2 are on one machine, 1 and 3 on the other. What leaves at 10 from both goes one
     after another.
