@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import assert_never
 
 import torch
@@ -28,7 +29,7 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.hop_codecs import HopCodecs
 from dpipe.engine.recorder import Recorder
 from dpipe.passes.slices import slice_of, slice_spec
-from dpipe.schedule.action import Action, Op
+from dpipe.schedule.action import RECVS, Action, Op
 from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import draw
@@ -85,6 +86,8 @@ class Executor:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._ahead = _Ahead()
+        # By schedule: one to train, one to evaluate, and what opens or closes steps that overlap.
+        self._routes: deque[tuple[Schedule, _Routes]] = deque(maxlen=4)
 
     def run(
         self,
@@ -106,18 +109,32 @@ class Executor:
         # An evaluation leaves a step that has been begun as it is.
         if schedule.trains:
             begun = self._ahead
-        run = _Run(self._parts, schedule, batches, begun)
+        run = _Run(self._parts, schedule, self._routes_of(schedule), batches, begun)
         program = schedule.programs[self._parts.pp_rank]
-        for action in program:
-            with self.doing(action, schedule):
+        recorder = self._parts.recorder
+        # One `try` around all: a program has dozens of actions, and most only start something.
+        try:
+            for action in program:
+                recorder.action = action
                 self._parts.check()
                 run.do(action)
+        except Exception as error:
+            self._blame(error, recorder.action, schedule)
+            raise
         run.finish()
         if schedule.trains:
             self._ahead = run.ahead()
         loss, accuracy = run.means()
         spans = self._parts.recorder.take()
         return StepResult(loss, spans, run.sent_bytes, accuracy)
+
+    def _routes_of(self, schedule: Schedule) -> "_Routes":
+        for known, routes in self._routes:
+            if known is schedule:
+                return routes
+        routes = _Routes(self._parts, schedule)
+        self._routes.append((schedule, routes))
+        return routes
 
     @contextmanager
     def doing(self, action: Action, schedule: Schedule) -> Iterator[None]:
@@ -126,17 +143,21 @@ class Executor:
         Raises what it raised, with the grid and the culprit marked as a note; the links are broken
         off before, so that the neighbours get `PeerLost` at once.
         """
-        parts = self._parts
-        parts.recorder.action = action
+        self._parts.recorder.action = action
         try:
             yield
         except Exception as error:
-            rank = parts.global_rank(parts.pp_rank)
-            grid = draw(schedule, action, parts.pp_group)
-            error.add_note(f"rank {rank} was at {action}:\n{grid}")
-            # Before the error goes up: the neighbours are waiting for this rank's next message.
-            parts.transport.fail(error)
+            self._blame(error, action, schedule)
             raise
+
+    def _blame(self, error: Exception, action: Action | None, schedule: Schedule) -> None:
+        assert action is not None
+        parts = self._parts
+        rank = parts.global_rank(parts.pp_rank)
+        grid = draw(schedule, action, parts.pp_group)
+        error.add_note(f"rank {rank} was at {action}:\n{grid}")
+        # Before the error goes up: the neighbours are waiting for this rank's next message.
+        parts.transport.fail(error)
 
     def alone(self) -> "Executor":
         """The same for a rank that agrees on nothing with other replicas."""
@@ -160,6 +181,46 @@ class _Ahead:
     measured: list[torch.Tensor] = field(default_factory=list)  # [loss], or [loss, accuracy]
 
 
+class _Routes:
+    """What is the same of an action in every step: worked out once."""
+
+    def __init__(self, parts: Parts, schedule: Schedule) -> None:
+        self.requires = cache(schedule.requires)
+        self.peer = cache(partial(_peer, parts, schedule))
+        self.tag = cache(partial(_tag, schedule))
+        self.specs = cache(partial(_specs, parts, schedule))
+
+
+def _peer(parts: Parts, schedule: Schedule, action: Action) -> int:
+    """The run's rank at the other end of a message."""
+    return parts.global_rank(peer(schedule, action))
+
+
+def _tag(schedule: Schedule, action: Action) -> str:
+    """The name of a message: that of its send, as its own step numbers it, since the two ends may
+    be at different steps. Both ends check it, so that a message of another action is found out.
+    """
+    send = action
+    if action.op in RECVS:
+        send = counterpart(action, schedule.num_stages)
+    own, _ = schedule.in_its_step(send)
+    return str(own)
+
+
+def _specs(parts: Parts, schedule: Schedule, recv: Action) -> tuple[TensorSpec, ...]:
+    """What arrives, decoded: the stage's input for RECV_F, and for RECV_B the gradients of its
+    output, one a floating-point tensor.
+    """
+    if recv.op is Op.RECV_F:
+        specs = parts.boundaries[recv.stage - 1]
+    else:
+        outputs = parts.boundaries[recv.stage]
+        specs = tuple(spec for spec in outputs if spec.dtype.is_floating_point)
+    if schedule.num_slices == 1:
+        return specs
+    return tuple(slice_spec(spec, schedule.num_slices) for spec in specs)
+
+
 class _Run:
     """One run of a program: outputs that nobody has taken yet, and messages under way."""
 
@@ -167,12 +228,14 @@ class _Run:
         self,
         parts: Parts,
         schedule: Schedule,
+        routes: _Routes,
         batches: Sequence[Batch],
         begun: _Ahead,
     ) -> None:
         self.sent_bytes: Counter[int] = Counter()
         self._parts = parts
         self._schedule = schedule
+        self._routes = routes
         self._batches = batches  # of this step and, where the program runs ahead, of the next
         self._codecs = parts.codecs
         if not schedule.trains:
@@ -218,7 +281,8 @@ class _Run:
                 pass  # the caller does them: they change what lasts
             case _:
                 assert_never(action.op)
-        self._start_exchanges(lambda pending: pending.done())
+        if self._due:
+            self._start_exchanges(lambda pending: pending.done())
 
     def finish(self) -> None:
         """Wait until all messages have come and left."""
@@ -265,7 +329,7 @@ class _Run:
         if action.stage == 0:
             inputs = self._inputs(batch, own.microbatch)
         else:
-            source = self._schedule.requires(action)[0]
+            source = self._routes.requires(action)[0]
             inputs = self._take(source)
         targets = None
         if last and batch.targets:
@@ -313,7 +377,7 @@ class _Run:
         grads: Tensors = ()
         # The first need is this stage's own forward, and none of the slice behind is taken.
         if self._schedule.takes_gradient(action.stage):
-            needs = self._schedule.requires(action)
+            needs = self._routes.requires(action)
             grads = self._take(needs[1])
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
@@ -330,7 +394,7 @@ class _Run:
         if source in self._made:
             return self._made.pop(source)[0]
         wires = self._wait(source)
-        pairs = zip(wires, self._specs(source), strict=True)
+        pairs = zip(wires, self._routes.specs(source), strict=True)
         tensors = []
         for position, (wire, spec) in enumerate(pairs):
             codec = self._codecs.of(source, position)
@@ -357,25 +421,8 @@ class _Run:
             self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
         self._landing.clear()
 
-    def _specs(self, recv: Action) -> tuple[TensorSpec, ...]:
-        """What arrives, decoded: the stage's input for RECV_F, and for RECV_B the gradients of its
-        output, one a floating-point tensor.
-        """
-        if recv.op is Op.RECV_F:
-            return self._boundary(recv.stage - 1)
-        outputs = self._boundary(recv.stage)
-        return tuple(spec for spec in outputs if spec.dtype.is_floating_point)
-
-    def _boundary(self, stage: int) -> tuple[TensorSpec, ...]:
-        whole = self._parts.boundaries[stage]
-        num_slices = self._schedule.num_slices
-        if num_slices == 1:
-            return whole
-        cut = [slice_spec(spec, num_slices) for spec in whole]
-        return tuple(cut)
-
     def _send_made(self, action: Action) -> None:
-        (source,) = self._schedule.requires(action)
+        (source,) = self._routes.requires(action)
         tensors, made = self._made.pop(source)
         # Encoded beside compute, not in its way.
         with self._parts.streams.sending(made, tensors):
@@ -394,8 +441,8 @@ class _Run:
             self._send(action, gradient)
 
     def _send(self, action: Action, wire: torch.Tensor) -> None:
-        to = self._parts.global_rank(peer(self._schedule, action))
-        pending = self._parts.transport.send(wire, to, self._tag(action))
+        to = self._routes.peer(action)
+        pending = self._parts.transport.send(wire, to, self._routes.tag(action))
         self._leaving.append((action, pending))
         self.sent_bytes[to] += wire.nbytes
 
@@ -407,18 +454,12 @@ class _Run:
         else:
             specs = [
                 self._codecs.of(action, position).wire_spec(spec)
-                for position, spec in enumerate(self._specs(action))
+                for position, spec in enumerate(self._routes.specs(action))
             ]
-        source = self._parts.global_rank(peer(self._schedule, action))
-        # The send's own name: both ends check it, so that a message of another action is found out.
-        tag = self._tag(counterpart(action, self._schedule.num_stages))
+        source = self._routes.peer(action)
+        tag = self._routes.tag(action)
         recv = self._parts.transport.recv
         self._arriving[action] = [recv(spec, source, tag) for spec in specs]
-
-    def _tag(self, send: Action) -> str:
-        """As its own step numbers it: the two ends may be at different steps."""
-        own, _ = self._schedule.in_its_step(send)
-        return str(own)
 
     def _add_tied(self, stage: int) -> None:
         """Add the gradients that both ends of the model have for the shared weight. Two terms: no

@@ -92,7 +92,9 @@ class Trainer:
         self._ahead = False  # whether some of `next_step` has been done by the program before
         self._ends = False  # whether the run stops after the step that is under way
         self._batches: dict[int, Batch] = {}
-        self._traces: deque[StepSpans] = deque(maxlen=job.run.trace_steps)
+        # With each step what rank 0's clock was ahead by.
+        self._traces: deque[tuple[StepSpans, float]] = deque(maxlen=job.run.trace_steps)
+        self._vote, *self._steps = job.schedule.vote_and_steps(job.here.pp_rank)
         self._timers = Timers()
         # How long each step took whose verdict is not known yet.
         self._step_s: dict[int, float] = {}
@@ -156,7 +158,11 @@ class Trainer:
 
     def _upload_traces(self) -> None:
         """Give rank 0 the spans of the last steps, as many as an upload takes."""
-        steps = list(self._traces)
+        steps = []
+        for step, clock_us in self._traces:
+            # Onto rank 0's clock, so that the spans of all ranks make one timeline.
+            spans = tuple(span.later(clock_us) for span in step.spans)
+            steps.append(replace(step, spans=spans))
         content = dump_steps(steps)
         while len(content) > UPLOADS["trace"] and len(steps) > 1:
             # Halved: how large a step is when written is known only once it is.
@@ -175,25 +181,22 @@ class Trainer:
         """One step; returns the newest verdict that is known."""
         job = self.job
         cpu_began = cpu_now()
-        vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
         result = self._compute(step)
         verdict = self._vote_and_step(step, result)
         # Again: the optimizer step may have exchanged parameters since the vote's report.
         self._record_exchange()
-        # Onto rank 0's clock, so that the spans of all ranks make one timeline.
-        clock_us = job.coordinator.clock_offset_ns / 1e3
-        own_spans = (*result.spans, *job.recorder.take())
-        spans = tuple(span.later(clock_us) for span in own_spans)
+        spans = (*result.spans, *job.recorder.take())
         self._timers.add(spans, job.recorder.take_parts())
         now = time.perf_counter()
         self._step_s[step] = now - self._began
         self._began = now
         if verdict is not None:
             # Its span is among those of the next step, which begins this much later.
-            with job.recorder.span(Lane.BETWEEN, vote):
+            with job.recorder.span(Lane.BETWEEN, self._vote):
                 self._log(verdict)
         cpu = cpu_now().since(cpu_began)
-        self._traces.append(StepSpans(step, spans, cpu))
+        clock_us = job.coordinator.clock_offset_ns / 1e3
+        self._traces.append((StepSpans(step, spans, cpu), clock_us))
         return verdict
 
     def _compute(self, step: int) -> StepResult:
@@ -231,8 +234,8 @@ class Trainer:
     def _batch(self, step: int) -> Batch:
         job = self.job
         if step not in self._batches:
-            vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
-            with job.recorder.part("batch-generator"), job.recorder.span(Lane.BETWEEN, vote):
+            between = job.recorder.span(Lane.BETWEEN, self._vote)
+            with job.recorder.part("batch-generator"), between:
                 self._batches[step] = job.feed.training(step)
         # Of the step before nobody asks again.
         self._batches.pop(step - 1, None)
@@ -251,7 +254,7 @@ class Trainer:
     def _vote_and_step(self, step: int, result: StepResult) -> Verdict | None:
         """The end of the program; returns the newest verdict that is known."""
         job = self.job
-        vote, *steps = job.schedule.vote_and_steps(job.here.pp_rank)
+        vote = self._vote
         with job.executor.doing(vote, job.schedule):
             with job.recorder.span(Lane.UPDATE, vote):
                 gradient = job.update.measure()
@@ -268,7 +271,7 @@ class Trainer:
                 )
         self.updating = True
         changed = False
-        for action in steps:
+        for action in self._steps:
             doing = job.executor.doing(action, job.schedule)
             with doing, job.recorder.span(Lane.UPDATE, action):
                 changed |= job.update.step(action.stage, decision.factor)
