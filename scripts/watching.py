@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -125,15 +125,12 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def processor_s(pids: Sequence[int]) -> float:
-    """Of all their threads that live, as the kernel counts it, in nanoseconds."""
+    """Of all their threads, those that have ended among them."""
     total_ns = 0
     for pid in pids:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            # A thread may end meanwhile.
-            with suppress(OSError):
-                text = (task / "schedstat").read_text()
-                running_ns, *_ = text.split()
-                total_ns += int(running_ns)
+        # The clock of another process, as clock_getcpuclockid makes its number on Linux.
+        clock = (~pid << 3) | 2
+        total_ns += time.clock_gettime_ns(clock)
     return total_ns / 1e9
 
 

@@ -1,16 +1,22 @@
-"""The files that start runs in clouds: each command in them is one that dpipe has."""
+"""The files that start runs in clouds: each is of the schema of its service, and each command in
+them is one that dpipe has.
+"""
 
+import json
 import re
 import shlex
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import make_reference
 import pytest
 import yaml
+from jsonschema import ValidationError, validators
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOUD = ROOT / "scripts/cloud"
+SCHEMAS = Path(__file__).parent / "schemas"
 SKY = ("sky.yaml", "spot.yaml")
 
 
@@ -62,16 +68,71 @@ def test_command_is_one_that_dpipe_takes(
         assert not context.args
 
 
+def check(table: dict[str, Any], schema_name: str) -> None:
+    """By a schema that schemas/make.py has made of the service's own package."""
+    schema = json.loads((SCHEMAS / schema_name).read_text())
+    validator = validators.validator_for(schema)
+    validator(schema).validate(table)
+
+
 @pytest.mark.parametrize("name", SKY)
-def test_sky_task_has_the_keys_that_skypilot_knows(name: str) -> None:
-    """SkyPilot's own schema is not here: these are the keys of its documentation."""
+def test_sky_task_is_of_skypilots_schema(name: str) -> None:
+    check(read(name), "skypilot-task.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [({"num_node": 4}, "num_node"), ({"resources": {"use_spots": True}}, "use_spots")],
+)
+def test_sky_schema_refuses_a_key_that_skypilot_does_not_have(
+    change: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        check(read("spot.yaml") | change, "skypilot-task.json")
+
+
+@pytest.mark.parametrize("name", SKY)
+def test_sky_task_sets_all_that_its_commands_read(name: str) -> None:
     task = read(name)
-    assert task.keys() <= {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
-    assert task["resources"].keys() <= {"cpus", "memory", "use_spot"}
     assert task["setup"] == "scripts/setup"
-    # All that the commands read is set, here or by SkyPilot.
     read_names = set(re.findall(r"\$([A-Z_]+)", task["run"]))
-    assert {each for each in read_names if not each.startswith("SKYPILOT_")} <= task["envs"].keys()
+    own_names = {each for each in read_names if not each.startswith("SKYPILOT_")}
+    assert own_names <= task.get("envs", {}).keys()
+    # Which every dpipe reads in its environment.
+    assert "DPIPE_TOKEN" in task["secrets"]
+
+
+def test_jobset_is_of_its_schema_down_to_its_containers() -> None:
+    check(read("jobset.yaml"), "jobset.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        (("spec", "replicatedJobs", 0, "template", "spec"), "backOffLimit"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec"), "gracePeriod"),
+        (("spec", "network"), "hostnames"),
+    ],
+)
+def test_jobset_schema_refuses_a_key_that_kubernetes_does_not_have(
+    path: tuple[str | int, ...], complaint: str
+) -> None:
+    table = deepcopy(read("jobset.yaml"))
+    inner: Any = table
+    for key in path:
+        inner = inner[key]
+    inner[complaint] = 1
+    with pytest.raises(ValidationError) as refused:
+        check(table, "jobset.json")
+    assert complaint in str(refused.value)
+
+
+def test_jobs_choose_what_kubernetes_lets_them_choose() -> None:
+    """The schema has these as texts."""
+    for job in jobs().values():
+        assert job["completionMode"] in ("Indexed", "NonIndexed")
+        assert job["template"]["spec"]["restartPolicy"] in ("Never", "OnFailure")
+    assert read("jobset.yaml")["spec"]["successPolicy"]["operator"] in ("All", "Any")
 
 
 def test_machines_of_the_jobset_dial_the_coordinators_pod() -> None:
