@@ -388,11 +388,13 @@ def report(faults: Sequence[Fault], calm: Progress, rough: Progress) -> None:
 def simulate(num_seeds: int, first: int) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from simulated.faults import simulate as simulate_one
+    from simulated.heads import simulate_heads
 
     began_at = time.monotonic()
     for number in range(first, first + num_seeds):
         try:
             simulate_one(number)
+            simulate_heads(number)
         except BaseException:
             click.echo(f"seed {number}: scripts/chaos --simulate 1 --seed {number}")
             raise

@@ -4,6 +4,8 @@
                                │
                                └──▶ truth.py: was there ever more than one truth, or less?
 
-What decides is dpipe's own: `elastic.rendezvous` and `elastic.attendance`. The rest stands in for
-processes, sockets and training. A seed gives the same run each time.
+heads.py is the same for coordinators that take over from each other.
+
+What decides is dpipe's own: `elastic.rendezvous`, `elastic.attendance`, `terms.policy`. The rest
+stands in for processes, sockets and training. A seed gives the same run each time.
 """
