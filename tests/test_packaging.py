@@ -47,20 +47,7 @@ def test_release_trains_outside_the_checkout(tmp_path):
     distribution, and what it installs trains, writes its report, and has the lab's profiles. A
     wheel that was built where no protos had been compiled before lacked them.
     """
-    source = tmp_path / "source"
-    leave_out = shutil.ignore_patterns("__pycache__", "*_pb2.py*", "generated")
-    source.mkdir()
-    for name in (
-        "setup.py",
-        "pyproject.toml",
-        "MANIFEST.in",
-        "README.md",
-        "LICENSE",
-        "SECURITY.md",
-    ):
-        shutil.copy(ROOT / name, source)
-    for folder in ("protos", "dpipe", "netem", "docs", "scripts"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=leave_out)
+    source = copied_source(tmp_path)
     build(source, "sdist")
     (archive,) = (source / "dist").iterdir()
     # The standard library's way to unpack safely is not in Python 3.11.0 to 3.11.3.
@@ -93,6 +80,57 @@ def test_release_trains_outside_the_checkout(tmp_path):
     assert (tmp_path / "runs/run/report.html").is_file()
     profiles = "from importlib.resources import files; print(*files('netem.profiles').iterdir())"
     assert "10ms-1gbps.toml" in run("-c", profiles)
+
+
+def copied_source(tmp_path):
+    source = tmp_path / "source"
+    leave_out = shutil.ignore_patterns("__pycache__", "*_pb2.py*", "generated")
+    source.mkdir()
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "SECURITY.md",
+    ):
+        shutil.copy(ROOT / name, source)
+    for folder in ("protos", "dpipe", "netem", "docs", "scripts"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=leave_out)
+    return source
+
+
+@pytest.mark.daemon
+@pytest.mark.timeout(600)
+def test_wheel_runs_with_pipx_and_as_a_tool_of_uv(tmp_path):
+    """As docs/install.md has it, with both programs and all dependencies from their registry."""
+    source = copied_source(tmp_path)
+    build(source, "bdist_wheel")
+    (wheel,) = (source / "dist").glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "tools"], check=True, timeout=100)
+    programs = tmp_path / "tools/bin"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {
+        "PIPX_HOME": str(tmp_path / "pipx"),
+        "UV_TOOL_DIR": str(tmp_path / "uv"),
+        "UV_TOOL_BIN_DIR": str(tmp_path / "uv-bin"),
+        "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),  # uv does not read pip's
+    }
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "job.toml").write_text(small_toml(train={"steps": 2}, pipeline={"stages": 2}))
+
+    def run(*argv):
+        done = subprocess.run(
+            argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(programs / "pip", "install", "--quiet", "pipx", "uv")
+    assert "dpipe, version" in run(programs / "pipx", "run", "--spec", wheel, "dpipe", "--version")
+    run(programs / "uv", "tool", "install", "--python", sys.executable, f"{wheel}[watch]")
+    run(tmp_path / "uv-bin/dpipe", "launch", "job.toml")
+    assert (tmp_path / "runs/run/report.html").is_file()
 
 
 def build(folder, *command):

@@ -22,7 +22,19 @@ SECTIONS = Config.model_fields
 _KEY = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b")
 _FILES = ("toml", "json", "jsonl", "py", "md", "log")
 # Programs that pages show and that are not ours; their options are theirs.
-_OTHERS = ("pip", "sbatch", "ssh", "tensorboard", ".", "sky", "docker", "kubectl", "export")
+_OTHERS = (
+    "pip",
+    "sbatch",
+    "ssh",
+    "tensorboard",
+    ".",
+    "sky",
+    "docker",
+    "kubectl",
+    "export",
+    "pipx",
+    "uv",
+)
 
 
 def words(command: str) -> list[str]:
