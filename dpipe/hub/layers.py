@@ -152,9 +152,9 @@ class HubBlock(nn.Module):
 
 
 class _GroupedSizes(TorchFunctionMode):
-    """Inside, a product with the matrices of experts [E, K, N] is one with the first of them, which
-    takes as many operations and as much memory: torch's rule for the sizes of a grouped product
-    refuses all precisions but bf16, though its kernels compute in fp32 too.
+    """Inside, a product with the matrices of experts [E, K, N] is a `_GroupedProduct`: torch's rule
+    for the sizes of a grouped product refuses all precisions but bf16, though its kernels compute
+    in fp32 too.
     """
 
     def __torch_function__(
@@ -163,7 +163,27 @@ class _GroupedSizes(TorchFunctionMode):
         if func not in (torch.nn.functional.grouped_mm, torch._grouped_mm):
             return func(*args, **(kwargs or {}))
         x, experts = args[:2]
+        return _GroupedProduct.apply(x, experts)  # type: ignore[no-untyped-call]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """A product with the first expert, which takes as many operations; its graph keeps and makes
+    what that with all of them would.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, experts)
         return x @ experts[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        _, experts = ctx.saved_tensors
+        grad_experts = None
+        if ctx.needs_input_grad[1]:
+            grad_experts = torch.empty_like(experts)
+        return grad @ experts[0].t(), grad_experts
 
 
 class HubHead(nn.Module):

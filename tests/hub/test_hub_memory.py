@@ -65,11 +65,12 @@ def test_simulate_needs_the_configuration_of_a_model_alone(tmp_path):
         ("llama", "LoRA on nf4, bf16"),
         ("gemma2", "full"),
         ("gpt2", "LoRA, bf16"),
-        ("mixtral", "full, recomputed"),
+        ("mixtral", "LoRA, bf16"),
+        ("qwen2", "full, recomputed"),
         ("qwen3", "LoRA on int8"),
     ],
 )
 def test_ranks_hold_what_was_predicted_from_the_configuration(family, way, tmp_path):
     model = published.save(family, tmp_path / "model", **SIZES)
     for predicted, held in predicted_and_measured(configured(model, way)):
-        assert predicted == pytest.approx(held, rel=0.03)
+        assert predicted == pytest.approx(held, rel=0.01)
