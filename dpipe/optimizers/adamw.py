@@ -26,22 +26,6 @@ class AdamW(UpdateRule):
     def step(
         self, updates: Sequence[ParameterUpdate], *, learning_rate: float, weight_decay: float
     ) -> None:
-        # One kernel for all parameters; on a CPU it would change the bits and gain nothing.
-        if any(update.values.is_cuda for update in updates):
-            self._step(updates, learning_rate, weight_decay, fused=True)
-            return
-        # One by one: in a loop over all, torch holds on to what the last one needed.
-        for update in updates:
-            self._step([update], learning_rate, weight_decay, fused=False)
-
-    def _step(
-        self,
-        updates: Sequence[ParameterUpdate],
-        learning_rate: float,
-        weight_decay: float,
-        *,
-        fused: bool,
-    ) -> None:
         adamw(
             [update.values for update in updates],
             [update.gradient for update in updates],
@@ -50,7 +34,8 @@ class AdamW(UpdateRule):
             [],  # no AMSGrad
             [update.count for update in updates],
             foreach=False,  # as the class has it on a CPU
-            fused=fused,
+            # One kernel for all parameters; on a CPU it would change the bits and gain nothing.
+            fused=any(update.values.is_cuda for update in updates),
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],

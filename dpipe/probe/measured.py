@@ -192,14 +192,14 @@ def measured(runner: StageRunner, layers: Sequence[int], inputs: Specs) -> Stage
         weight_peak = split.backward_weight()
     deferred_bytes = later_input.left_bytes
     early_bytes = first_input.left_bytes - deferred_bytes
-    parameters = [parameter.nbytes for parameter in whole.stage.parameters()]
+    parameters = list(whole.stage.parameters())
     gradients_and_deferred = first.left_bytes + deferred_bytes
     # Gradients in half precision are gone after each micro-batch, so that each is like the first.
     backward_input = first_input if runner.has_masters else later_input
     early = of_parameters(early_bytes, largest=0)
     others = of_parameters(
-        sum(parameters) - early_bytes,
-        largest=max(parameters, default=0),
+        sum(parameter.nbytes for parameter in parameters) - early_bytes,
+        largest=0,
         keeps_given=later_input.keeps_given,
         peaks=Peaks(
             forward=later.forward_bytes,
@@ -212,7 +212,20 @@ def measured(runner: StageRunner, layers: Sequence[int], inputs: Specs) -> Stage
         weight_bytes=weight_peak - gradients_and_deferred,
         first_weight_bytes=first_weight_peak - gradients_and_deferred,
     )
+    others = replace(others, update_bytes=_update_bytes(parameters))
     return early, replace(others, frozen_bytes=_frozen_bytes(runner, layers))
+
+
+def _update_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """What AdamW works with: two copies of the parameter that it is at, and one of that before,
+    which torch's loop over them still has.
+    """
+    most = 0
+    for decays in (True, False):  # it steps matrices first, then vectors
+        sizes = [each.nbytes for each in parameters if (each.ndim >= 2) == decays]
+        for before, size in zip([0, *sizes], sizes, strict=False):
+            most = max(most, 2 * size + before)
+    return most
 
 
 def _frozen_bytes(runner: StageRunner, layers: Sequence[int]) -> int:

@@ -1,15 +1,17 @@
 """axolotl's files become ours, and what does not is said."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from dpipe.cli.main import main
 from dpipe.config.load import build, load
-from dpipe.convert.axolotl import converted
+from dpipe.convert.axolotl import _ALWAYS, _KEYS, _TOGETHER, converted
 from dpipe.errors import ConfigError
 
+EXAMPLES = Path(__file__).parent / "examples"
 LORA = {
     "base_model": "org/model",
     "datasets": [{"path": "chats.jsonl", "type": "chat_template"}],
@@ -85,6 +87,72 @@ def test_data_set_of_the_hub_is_a_split() -> None:
     assert table["data"]["hub"] == "org/chats:test"
     assert table["data"]["format"] == "instruction"
     assert "org/more is the second source" in left_out[-1]
+
+
+def test_stream_comes_over() -> None:
+    table, left_out = of(
+        datasets=[{"path": "json", "data_files": ["a.jsonl"], "type": "chat_template"}],
+        test_datasets=[{"path": "b.jsonl", "ds_type": "json", "type": "chat_template"}],
+        streaming=True,
+        streaming_multipack_buffer_size=500,
+        max_steps=50,
+        val_set_size=0,
+    )
+    assert left_out == []
+    data = build(table).data
+    assert (data.streaming, data.shuffle) == (True, 500)
+    assert (data.files, data.held_out) == (("a.jsonl",), ("b.jsonl",))
+    assert of(shuffle_merged_datasets=False)[0]["data"]["shuffle"] == "none"
+
+
+def test_precision_is_that_of_the_key_that_is_true() -> None:
+    assert of(bf16=True, fp16=False)[0]["train"]["precision"] == "bf16"
+    assert of(bf16=False, fp16=True)[0]["train"]["precision"] == "fp16"
+
+
+def test_learning_rate_falls_to_a_share() -> None:
+    assert of(cosine_min_lr_ratio=0.1)[0]["train"]["min_learning_rate"] == pytest.approx(2e-5)
+
+
+def test_nothing_is_evaluated_where_nothing_is_held_out() -> None:
+    table, left_out = of(val_set_size=0.0, eval_steps=100)
+    assert "eval_every" not in table["train"]
+    assert left_out == ["train.eval_every is left out, because nothing is held out"]
+
+
+def test_all_linear_layers_contain_those_that_are_named() -> None:
+    table, _ = of(lora_target_modules=["q_proj"])
+    assert table["adapter"]["target_modules"] == "all-linear"
+
+
+def test_key_of_a_data_set_that_is_not_read_is_named() -> None:
+    shares = {
+        "path": "org/chats",
+        "type": "chat_template",
+        "split": "train[:20%]",
+        "field_messages": "conversations",
+        "message_property_mappings": {"role": "from", "content": "value"},
+        "roles_to_train": ["user"],
+    }
+    table, left_out = of(datasets=[shares])
+    assert table["data"]["hub"] == "org/chats:train"
+    assert left_out == [
+        "datasets: roles_to_train = ['user'] of org/chats has no counterpart",
+        "datasets: of org/chats all of train is read, not [:20%]",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_every_key_of_a_usual_file_is_mapped_or_named(name) -> None:
+    """Files like those that axolotl publishes as examples."""
+    yaml = pytest.importorskip("yaml")
+    theirs = yaml.safe_load((EXAMPLES / name).read_text())
+    text, left_out = converted(theirs)
+    config = build(tomllib.loads(text))
+    assert config.train.batch_size == theirs["micro_batch_size"] * config.train.num_microbatches
+    said = " ".join(left_out)
+    known = {*_KEYS, *_TOGETHER, *_ALWAYS}
+    assert all(key in known or f"{key} = " in said for key, value in theirs.items() if value)
 
 
 @pytest.mark.parametrize(
