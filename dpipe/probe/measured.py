@@ -221,10 +221,14 @@ def _update_bytes(parameters: Sequence[nn.Parameter]) -> int:
     which torch's loop over them still has.
     """
     most = 0
-    for decays in (True, False):  # it steps matrices first, then vectors
-        sizes = [each.nbytes for each in parameters if (each.ndim >= 2) == decays]
-        for before, size in zip([0, *sizes], sizes, strict=False):
-            most = max(most, 2 * size + before)
+    before = 0
+    # It steps matrices first, then vectors, which are small.
+    for parameter in parameters:
+        if parameter.ndim < 2:
+            continue
+        size = parameter.nbytes
+        most = max(most, 2 * size + before)
+        before = size
     return most
 
 
