@@ -224,7 +224,8 @@ class GuardConfig(Section):
 
     every: Count | None = None
     """Steps between two copies. A run that loses a machine goes on from the last one. Left out: as
-    few as are predicted to cost less than 1 % of the run, and to be sent while links are idle."""
+    few as cost less than 1 % of the run and can be sent while links are idle: by the step that is
+    predicted, and after eight steps by the measured one."""
 
     copies: CountOrZero = 1
     """Machines that hold a copy of each layer besides the one that trains it."""

@@ -29,6 +29,7 @@ Batches = Annotated[list[float], Field(max_length=100_000)]
 class RankReport(Shape):
     """What a rank says of itself, for the metrics. A rank that says nothing reports zeros."""
 
+    step_s: Finite = 0.0  # of its step, until it votes
     bubble: Finite = 0.0
     mb_per_s: dict[Text, Finite] = Field(default_factory=dict)  # by link, such as "0->1"
     memory_mb: Finite = 0.0

@@ -318,6 +318,7 @@ class Trainer:
         peak_bytes = streams.peak_bytes()
         shown = step % self.job.run.log_every == 0
         return {
+            "step_s": seconds,
             "bubble": 1 - sum(computing) / 1e6 / seconds,
             "mb_per_s": mb_per_s,
             # The peak; Linux counts in KiB.

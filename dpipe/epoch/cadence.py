@@ -3,11 +3,17 @@
 step    |--compute--send--compute--send--| |------| |------| |------|
 taking  |==|                                       at most 1 % of the steps between two
 sending |   ~~~~~        ~~~~~        ~~~| |~~~~|  while links are idle, before the next
+
+An epoch begins with the step that was predicted, and goes on with the steps that its ranks have
+measured: all have heard the same of them.
 """
 
 import math
+from dataclasses import replace
+from statistics import median
 
 from dpipe.config.load import Config
+from dpipe.engine.update import Verdict
 from dpipe.memory.copies import state_bytes
 from dpipe.network.link import Network
 from dpipe.plan.forecast import Forecast
@@ -18,11 +24,34 @@ _SHARE = 0.01  # of the time of a run, that taking copies may cost
 # cores, all of it is time that steps lack. Twice what it takes on a core of 2 GHz.
 _TAKEN_US = 4000.0
 _TAKEN_BYTES_US = 200.0
+_FIRST_MEASURED = 8  # steps
 _LEAST_IDLE = 0.01  # of a step: a link that is never idle gives so much all the same
 
 
+class Cadence:
+    """`every` is how many steps apart copies are taken: the same on all ranks, because it follows
+    from what they agree on and have heard in the same verdicts.
+    """
+
+    def __init__(self, config: Config, forecast: Forecast) -> None:
+        self.every = steps_between(config, forecast)
+        self._config = config
+        self._forecast = forecast
+        self._seconds: list[float] = []  # of each step of this epoch, on its slowest rank
+
+    def hear(self, verdict: Verdict) -> None:
+        seconds = max((report.step_s for report in verdict.reports), default=0.0)
+        if seconds > 0:
+            self._seconds.append(seconds)
+        heard = len(self._seconds)
+        # Rarely, so that it stays what it is for long; of the newer half: first steps are slow.
+        if heard >= _FIRST_MEASURED and heard.bit_count() == 1:
+            step_us = median(self._seconds[heard // 2 :]) * 1e6
+            self.every = steps_between(self._config, replace(self._forecast, step_us=step_us))
+
+
 def steps_between(config: Config, forecast: Forecast) -> int:
-    """The same on all ranks, because it follows from what they agree on."""
+    """With steps as long as `forecast` says."""
     if config.guard.every is not None:
         return config.guard.every
     schedule = forecast.schedule

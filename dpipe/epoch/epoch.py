@@ -28,7 +28,7 @@ from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Verdict
 from dpipe.epoch.assignment import Assignment
-from dpipe.epoch.cadence import steps_between
+from dpipe.epoch.cadence import Cadence
 from dpipe.epoch.control import EpochControl
 from dpipe.epoch.guard import Guard, Vouch
 from dpipe.epoch.idle_time import IdleTime, WatchedLinks
@@ -195,7 +195,7 @@ class _Epoch:
             # Until the run is over, not the epoch: nobody releases it while another rank claims.
             if job.checkpoint_url is not None:
                 claim(job.checkpoint_url, job.identity, takes_unmarked=first_step > 0)
-            self._train(job, first_step, links, steps_between(run_plan.config, run_plan.forecast))
+            self._train(job, first_step, links, Cadence(run_plan.config, run_plan.forecast))
 
     def keep_state(self) -> None:
         """Into the keeper, where it is whole: what this rank has done beyond the last guarded
@@ -262,13 +262,13 @@ class _Epoch:
     def _attempt(self, coordinator: Coordination) -> None:
         self._control.on_abort("join", coordinator.give_up)
 
-    def _train(self, job: Job, first_step: int, transport: WatchedLinks, every: int) -> None:
+    def _train(self, job: Job, first_step: int, transport: WatchedLinks, cadence: Cadence) -> None:
         transport.rehearse(partial(rehearse, job, first_step))
         with ExitStack() as stack:
             guard = Guard(
                 self._keeper,
                 epoch=self._assignment.epoch,
-                every=every,
+                every=cadence.every,
                 addresses=self._assignment.guards,
                 security=self._keeper.security,
                 take=lambda step: self._whole_state().take(step),
@@ -283,7 +283,7 @@ class _Epoch:
                 job,
                 on_row=self._on_row if job.here.rank == 0 else None,
                 saves_when_stopped=self._assignment.saves_when_stopped,
-                after_step=partial(self._after_step, guard),
+                after_step=partial(self._after_step, guard, cadence),
                 guarded=lambda: guard.whole,
             )
             # Not before a step that is not due: the run that went on has evaluated there.
@@ -297,8 +297,13 @@ class _Epoch:
         assert self._state is not None, "a step has been taken"
         return self._state
 
-    def _after_step(self, guard: Guard, next_step: int, verdict: Verdict | None) -> None:
+    def _after_step(
+        self, guard: Guard, cadence: Cadence, next_step: int, verdict: Verdict | None
+    ) -> None:
         self._whole_state().copy_buffers()
+        if verdict is not None:
+            cadence.hear(verdict)
+        guard.every = cadence.every
         guard.after_step(next_step, verdict)
         loss = None
         if verdict is not None and verdict.step == next_step - 1:

@@ -36,7 +36,8 @@ _STOP_S = 5.0
 
 class Guard:
     """Takes copies before each `every`-th step with `take(step)`, holds them in `keeper`, and sends
-    them to each of `addresses`. `before_chunk` waits until the link is free.
+    them to each of `addresses`. `before_chunk` waits until the link is free. `every` may be set at
+    any step, on all ranks alike.
 
     `vouch` gets, on a thread of the guard, the step and the digests of the layers that go there.
     `resumed` is the step that the epoch goes on from, and may have to go back to; `copies` are
@@ -61,7 +62,7 @@ class Guard:
     ) -> None:
         self._keeper = keeper
         self._epoch = epoch
-        self._every = every
+        self.every = every
         self._addresses = addresses
         self._security = security
         self._take = take
@@ -89,7 +90,7 @@ class Guard:
         """All ranks decide alike: by the step, and by what all have said in their ballots."""
         if verdict is not None:
             self._hear(verdict)
-        if next_step % self._every or self._taken > self._agreed:
+        if next_step % self.every or self._taken > self._agreed:
             return
         copies = self._take(next_step)
         self._keeper.hold(copies)

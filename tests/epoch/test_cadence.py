@@ -9,7 +9,9 @@ import pytest
 from epoch.cluster import Cluster
 
 from dpipe.config.load import Config
-from dpipe.epoch.cadence import steps_between
+from dpipe.engine.ballot import RankReport
+from dpipe.engine.update import Verdict
+from dpipe.epoch.cadence import Cadence, steps_between
 from dpipe.memory.copies import copies_bytes, state_bytes
 from dpipe.network.link import Link, Network
 from dpipe.plan.run_plan import draft
@@ -36,6 +38,36 @@ def test_copies_cost_little_and_have_time(changes: dict[str, Any], steps: int, t
     )
     assert steps_between(config, made) == steps
     assert steps_between(config.with_(guard__every=7), made) == 7
+
+
+def verdict(step: int, *step_s: float) -> Verdict:
+    reports = tuple(RankReport(step_s=seconds) for seconds in step_s)
+    return Verdict(step, loss=1.0, norm=None, stop=False, culprit=None, reports=reports)
+
+
+def test_steps_that_are_measured_count_for_more_than_the_prediction(tiny: Make) -> None:
+    config = tiny(pipeline__stages=2)
+    forecast = draft(config).forecast
+    made = replace(forecast, step_us=1e3)
+    cadence = Cadence(config, made)
+    predicted = cadence.every
+    # The first ones are slow; the slowest rank is what a step waits for.
+    for step in range(4):
+        cadence.hear(verdict(step, 30.0, 30.0))
+    for step in range(4, 7):
+        cadence.hear(verdict(step, 0.1, 0.01))
+    assert cadence.every == predicted
+    cadence.hear(verdict(7, 0.1, 0.01))
+    assert cadence.every == steps_between(config, replace(forecast, step_us=1e5))
+    assert cadence.every < predicted / 50
+
+
+def test_cadence_that_is_said_stays(tiny: Make) -> None:
+    config = tiny(pipeline__stages=2, guard__every=7)
+    cadence = Cadence(config, draft(config).forecast)
+    for step in range(100):
+        cadence.hear(verdict(step, 1e-3))
+        assert cadence.every == 7
 
 
 def test_keeper_holds_what_is_predicted(tiny: Make, tmp_path: Path) -> None:
