@@ -82,6 +82,7 @@ class Attendance:
         self._is_connected = False
         self._is_enlisted = False
         self._away_since = now
+        self._ticked_at = now
         self._lease_until = now
         self._heard_at = now  # the newest of what the coordinator has answered was said then
         self._enlisting_at = now
@@ -233,6 +234,11 @@ class Attendance:
         """Call it six times in `silence_s`, or more often."""
         if self.is_out:
             return
+        late_s = now - self._ticked_at
+        self._ticked_at = now
+        if late_s > self._lease_s / 2:
+            # This process was stopped: that long nobody else was away.
+            self._away_since += late_s
         if self._is_connected:
             self._surroundings.say_beat(now)
             self._say_news()
