@@ -17,7 +17,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from netem.shell import NetemError
 ROUTERS = (NamespaceRouter.kind, GuestRouter.kind)
 STATE = Path("/run/dpipe-lab")
 MAX_HOSTS = 64
+_PARTED = 100  # of the router's rules
 _REFERENCE = Link(delay_ms=2.0, bandwidth_gbps=10.0)
 _WIDE = Link(delay_ms=0.0, bandwidth_gbps=100.0)  # netem is at work, but never the limit
 _LOOKS = 2
@@ -153,6 +154,24 @@ def mend(lab: Lab, host: int) -> None:
         f"ip route replace {address} dev port{host} src {lab.gateway}\n"
         f"echo 0 > /proc/sys/net/ipv4/conf/port{host}/rp_filter"
     )
+
+
+def part(lab: Lab, side: Collection[int]) -> None:
+    """The hosts of `side` reach each other alone, and so do the others, until `rejoin`. Packets
+    between both vanish in the router.
+    """
+    others = set(range(lab.num_hosts)).difference(side)
+    rules = []
+    for one in side:
+        for other in others:
+            for source, target in ((one, other), (other, one)):
+                way = f"from {lab.addresses[source]} to {lab.addresses[target]}"
+                rules.append(f"ip rule add prio {_PARTED} {way} blackhole")
+    lab.router.run("\n".join(rules))
+
+
+def rejoin(lab: Lab) -> None:
+    lab.router.run(f"while ip rule del prio {_PARTED} 2>/dev/null; do :; done")
 
 
 def load(name: str) -> Lab:

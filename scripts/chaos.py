@@ -12,16 +12,18 @@ run that nothing happened to.
 
 Faults, by the seed: a machine is killed (and a new one joins), a machine is stopped for a while,
 the coordinator is killed and started again; in a lab also: a machine's cable is cut for a while.
+Only where --fault asks for them: the coordinator is killed, its folder deleted, and a standby takes
+over; in a lab, half of the machines are parted from the others and from the coordinator.
 Exits with 1 where a bit differs. What each process holds is looked at once a minute, and told of
 those that were there for long: an hour of `--fault kill --kill-every 60` leaves a coordinator whose
 memory and descriptors must stay level.
 """
 
 import hashlib
-import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from statistics import median
 import click
 from forked import END_S, Forked, import_dpipe
 from levels import Levels
+from progress import Fault, Progress, report, values_of
 
 from dpipe.cli.options import MAX_WAIT_S, NumberRange
 from dpipe.config.load import load
@@ -50,50 +53,10 @@ PAUSES_S = (5.0, 20.0, 60.0)
 CUTS_S = PAUSES_S
 FAULTS = ("kill", "pause", "coordinator")
 CUT = "cut"
+TAKEOVER = "takeover"
+SHARED = "shared"  # where checkpoints are that outlive a coordinator's folder
+PARTITION = "partition"
 LOOK_S = 0.05
-
-
-@dataclass
-class Progress:
-    """What the metrics of a run said while it went on."""
-
-    path: Path
-    first_at: float | None = None  # when the first step was there
-    newest_at: float = 0.0
-    newest: int = -1
-    best: int = -1
-    num_repeated: int = 0
-    _size: int = -1
-
-    def look(self) -> None:
-        size = self.path.stat().st_size if self.path.exists() else -1
-        if size == self._size:
-            return
-        self._size = size
-        newest = max(values_of(self.path, "loss"), default=-1)
-        now = time.monotonic()
-        if newest >= 0 and self.first_at is None:
-            self.first_at = now
-        # It goes back where an epoch began at an earlier step.
-        self.num_repeated += max(0, self.newest - newest)
-        if newest > self.best:
-            self.best = newest
-            self.newest_at = now
-        self.newest = newest
-
-    @property
-    def seconds(self) -> float:
-        """From the first step to the last."""
-        return 0.0 if self.first_at is None else self.newest_at - self.first_at
-
-
-@dataclass
-class Fault:
-    kind: str
-    what: str
-    at: float
-    step: int  # the newest then
-    still_s: float | None = None  # the longest time to a new step, from then to the next fault
 
 
 Process = Forked | subprocess.Popen[bytes]
@@ -102,7 +65,7 @@ Process = Forked | subprocess.Popen[bytes]
 @dataclass
 class Machines:
     """The processes of a run: on this machine, or each on a host of `lab`, the coordinator on the
-    first.
+    first, and a standby on the last.
     """
 
     folder: Path
@@ -112,6 +75,10 @@ class Machines:
     environ: dict[str, str]
     lab: labs.Lab | None = None
     coordinator: Process | None = None
+    standby: Process | None = None
+    standby_address: str = ""
+    num_coordinators: int = 0
+    parted_until: float | None = None
     running: dict[str, Process] = field(default_factory=dict)
     paused: dict[str, float] = field(default_factory=dict)  # until when
     cut: dict[str, float] = field(default_factory=dict)
@@ -122,6 +89,41 @@ class Machines:
     def coordinate(self) -> None:
         argv = ["coordinate", self.job, *self.overrides, "--bind", self.address]
         self.coordinator = self._start("coordinator", argv, 0)
+
+    def stand_by(self) -> None:
+        """Another one, in a folder of its own; in a lab the last host and the first take turns."""
+        self.num_coordinators += 1
+        host = 0
+        address = "127.0.0.1"
+        if self.lab is not None:
+            host = (self.lab.num_hosts - 1) * (self.num_coordinators % 2)
+            address = self.lab.addresses[host]
+        self.standby_address = f"{address}:{free_port()}"
+        own = ["-o", f'run.folder="{self.folder_of_standby}"', "--standby"]
+        argv = ["coordinate", self.job, *self.overrides, *own, "--bind", self.standby_address]
+        self.standby = self._start(f"standby{self.num_coordinators}", argv, host)
+
+    @property
+    def folder_of_standby(self) -> Path:
+        return self.folder / f"taken-over-{self.num_coordinators}"
+
+    def take_over(self, progress: Progress) -> None:
+        """The coordinator's machine is gone, with its folder."""
+        assert self.coordinator is not None
+        self.coordinator.kill()
+        self.coordinator.wait()
+        shutil.rmtree(progress.path.parent)
+        progress.path = self.folder_of_standby / "metrics.jsonl"
+        self.address = self.standby_address
+        self.coordinator = self.standby
+        self.stand_by()
+
+    def part(self, names: Iterable[str], seconds: float) -> None:
+        assert self.lab is not None
+        if self.parted_until is not None:
+            labs.rejoin(self.lab)
+        labs.part(self.lab, [self.hosts[name] for name in names])
+        self.parted_until = time.monotonic() + seconds
 
     def join(self) -> str:
         name = f"m{self.num_joined}"
@@ -155,6 +157,10 @@ class Machines:
         self.paused[name] = time.monotonic() + seconds
 
     def wake(self) -> None:
+        if self.parted_until is not None and time.monotonic() > self.parted_until:
+            assert self.lab is not None
+            self.parted_until = None
+            labs.rejoin(self.lab)
         for name in [name for name, until in self.paused.items() if time.monotonic() > until]:
             del self.paused[name]
             if name in self.running:
@@ -186,8 +192,9 @@ class Machines:
 
     def end(self) -> None:
         processes = [*self.running.values()]
-        if self.coordinator is not None:
-            processes.append(self.coordinator)
+        for each in (self.coordinator, self.standby):
+            if each is not None:
+                processes.append(each)
         for process in processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
@@ -200,17 +207,6 @@ class Machines:
                 process.wait()
         for line in self.levels.lines():
             click.echo(line)
-
-
-def values_of(path: Path, name: str) -> dict[int, float]:
-    """By step. A line may still be written to."""
-    values = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if name in row:
-                values[row["step"]] = row[name]
-    return values
 
 
 def digest_of(url: str) -> str:
@@ -243,10 +239,21 @@ def undisturbed(job: str, overrides: Sequence[str], environ: dict[str, str]) -> 
     return progress
 
 
-def strike(machines: Machines, draw: random.Random, kinds: Sequence[str]) -> tuple[str, str]:
+def strike(
+    machines: Machines, progress: Progress, draw: random.Random, kinds: Sequence[str]
+) -> tuple[str, str]:
     """One fault; says of which kind, and what it is."""
     kind = draw.choice(kinds)
     awake = machines.awake()
+    if kind == TAKEOVER:
+        machines.take_over(progress)
+        return kind, "the coordinator is killed, and its folder deleted: a standby takes over"
+    if kind == PARTITION and awake:
+        seconds = draw.choice(CUTS_S)
+        side = sorted(draw.sample(sorted(awake), max(1, len(awake) // 2)))
+        machines.part(side, seconds)
+        what = f"{' '.join(side)} are parted from the others for {seconds:g} s"
+        return f"{kind} of {seconds:g} s", what
     if kind == "coordinator" or not awake:
         assert machines.coordinator is not None
         machines.coordinator.kill()
@@ -294,7 +301,7 @@ def disturb(
             next_at = now + every_s * draw.uniform(0.5, 1.5)
             last_at = now + 60 * minutes
         if kinds and next_at is not None and next_at <= now <= last_at:
-            faults.append(Fault(*strike(machines, draw, kinds), now, progress.best))
+            faults.append(Fault(*strike(machines, progress, draw, kinds), now, progress.best))
             click.echo(f"  step {progress.best}: {faults[-1].what}")
             next_at = now + every_s * draw.uniform(0.5, 1.5)
         if any(process.poll() is None for process in machines.running.values()):
@@ -315,11 +322,15 @@ def machines_of(
     num: int,
     environ: dict[str, str],
     lab: labs.Lab | None = None,
+    *,
+    has_standby: bool = False,
 ) -> Iterator[Machines]:
     address = "127.0.0.1" if lab is None else lab.addresses[0]
     machines = Machines(folder, f"{address}:{free_port()}", overrides, job, environ, lab)
     try:
         machines.coordinate()
+        if has_standby:
+            machines.stand_by()
         for _ in range(num):
             machines.join()
         yield machines
@@ -363,28 +374,6 @@ def options_of(folder: Path, overrides: Sequence[str]) -> dict[str, list[str]]:
     return options
 
 
-def report(faults: Sequence[Fault], calm: Progress, rough: Progress) -> None:
-    for fault in faults:
-        still = "no new step before the next fault"
-        if fault.still_s is not None:
-            still = f"{fault.still_s:6.1f} s to a step"
-        click.echo(f"{still} after step {fault.step}: {fault.what}")
-    by_kind: dict[str, list[float]] = {}
-    for fault in faults:
-        if fault.still_s is not None:
-            by_kind.setdefault(fault.kind, []).append(fault.still_s)
-    for kind, stills in sorted(by_kind.items()):
-        click.echo(
-            f"{kind}: {len(stills)} times, {median(stills):.1f} s to a step in the median, "
-            f"{max(stills):.1f} s at most"
-        )
-    goodput = 100 * calm.seconds / rough.seconds if rough.seconds else 0.0
-    click.echo(
-        f"{len(faults)} faults in {rough.seconds:.0f} s; {rough.num_repeated} steps repeated; "
-        f"goodput {goodput:.1f} % of the undisturbed {calm.seconds:.0f} s"
-    )
-
-
 def simulate(num_seeds: int, first: int) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from simulated.faults import simulate as simulate_one
@@ -401,13 +390,14 @@ def simulate(num_seeds: int, first: int) -> None:
     click.echo(f"{num_seeds} seeds from {first} in {time.monotonic() - began_at:.0f} s: all well")
 
 
-def compare(folder: Path, names: Iterable[str], calm: Progress, rough: Progress) -> bool:
+def compare(folder: Path, calm: Progress, rough: Progress) -> bool:
     """Says whether losses and parameters of the two runs are the same; whether both are."""
     same_losses = values_of(calm.path, "loss") == values_of(rough.path, "loss")
     same_end = False
+    shared = folder / SHARED
+    rough_end = shared if shared.exists() else rough.path.parent / "checkpoints"
     with suppress(CheckpointError):
-        digests = {digest_of(str(folder / name / "checkpoints")) for name in names}
-        same_end = len(digests) == 1
+        same_end = digest_of(str(calm.path.parent / "checkpoints")) == digest_of(str(rough_end))
     click.echo(f"losses {'equal in every bit' if same_losses else 'DIFFER'}")
     click.echo(f"parameters {'equal in every bit' if same_end else 'DIFFER'}")
     return same_losses and same_end
@@ -458,6 +448,37 @@ def measure_guarding(job: str, overrides: list[str], folder: Path, num: int, tur
     )
 
 
+def run_both(
+    job: str,
+    folders: dict[str, list[str]],
+    folder: Path,
+    num: int,
+    network: Path | None,
+    kinds: Sequence[str],
+    draw: random.Random,
+    every_s: float,
+    minutes: float,
+) -> tuple[Progress, Progress, list[Fault]]:
+    """The run without faults, the one with faults, and these."""
+    environ = with_token()
+    rough = Progress(folder / "disturbed" / "metrics.jsonl")
+    has_standby = TAKEOVER in kinds
+    options = folders["disturbed"]
+    if has_standby:
+        options = [*options, "-o", f'run.checkpoint_url="{(folder / SHARED).absolute()}"']
+    with lab_of(network, 1 + num + has_standby) as lab:
+        if lab is None:
+            calm = undisturbed(job, folders["undisturbed"], environ)
+        else:
+            calm = undisturbed_in(lab, job, folders["undisturbed"], folder, num, environ)
+        click.echo(f"undisturbed: {calm.best + 1} steps in {calm.seconds:.0f} s; now with faults")
+        with machines_of(
+            job, options, folder, num, environ, lab, has_standby=has_standby
+        ) as machines:
+            faults = disturb(machines, rough, draw, kinds, every_s, minutes)
+    return calm, rough, faults
+
+
 def with_token() -> dict[str, str]:
     """The environment, with a token for the machines."""
     token = os.environ.get("DPIPE_TOKEN") or secrets.token_hex(16)
@@ -468,8 +489,13 @@ _POSITIVE = NumberRange(min=0, min_open=True, max=MAX_WAIT_S)
 
 
 def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
-    if network is None and CUT in kinds:
+    if network is None and {CUT, PARTITION} & set(kinds):
         raise click.UsageError("links are cut in a lab alone: give --network")
+    if {TAKEOVER, "coordinator"} <= set(kinds):
+        raise click.UsageError(
+            "where a standby takes over nobody starts the coordinator again: leave out --fault "
+            f"{TAKEOVER} or --fault coordinator"
+        )
     return kinds or (FAULTS if network is None else (*FAULTS, CUT))
 
 
@@ -498,7 +524,7 @@ def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
     "--fault",
     "kinds",
     multiple=True,
-    type=click.Choice([*FAULTS, CUT]),
+    type=click.Choice([*FAULTS, CUT, TAKEOVER, PARTITION]),
     help="Only such; may be given several times.",
 )
 @click.option("--seed", default=1, show_default=True, help="Of the faults.")
@@ -543,23 +569,15 @@ def main(
     end_as_by_ctrl_c()
     import_dpipe()
     folder.mkdir(parents=True)
-    environ = with_token()
     folders = options_of(folder, overrides)
     num = load(job, overrides).world_size + spares
     if turns is not None:
         return measure_guarding(job, folders["undisturbed"], folder, num, turns)
-    draw = random.Random(seed)
-    rough = Progress(folder / "disturbed" / "metrics.jsonl")
-    with lab_of(network, 1 + num) as lab:
-        if lab is None:
-            calm = undisturbed(job, folders["undisturbed"], environ)
-        else:
-            calm = undisturbed_in(lab, job, folders["undisturbed"], folder, num, environ)
-        click.echo(f"undisturbed: {calm.best + 1} steps in {calm.seconds:.0f} s; now with faults")
-        with machines_of(job, folders["disturbed"], folder, num, environ, lab) as machines:
-            faults = disturb(machines, rough, draw, kinds, every_s, minutes)
+    calm, rough, faults = run_both(
+        job, folders, folder, num, network, kinds, random.Random(seed), every_s, minutes
+    )
     report(faults, calm, rough)
-    sys.exit(not compare(folder, folders, calm, rough))
+    sys.exit(not compare(folder, calm, rough))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def machines(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_faults_are_those_of_the_seed(script: Script, machines: Any) -> None:
     chaos = script("chaos")
     draw = random.Random(5)
-    said = [what for _, what in (chaos.strike(machines, draw, chaos.FAULTS) for _ in range(12))]
+    progress = chaos.Progress(Path("none"))
+    struck = [chaos.strike(machines, progress, draw, chaos.FAULTS) for _ in range(12)]
+    said = [what for _, what in struck]
     assert any("is killed, m4 joins" in what for what in said)
     assert any("is stopped for 0.1 s" in what for what in said)
     assert any("coordinator is killed and started again" in what for what in said)
@@ -84,7 +86,7 @@ def test_machine_is_cut_off_for_a_while(
     monkeypatch.setattr(chaos, "CUTS_S", (0.1,))
     machines.lab = object()
     draw = random.Random(1)
-    kind, what = chaos.strike(machines, draw, [chaos.CUT])
+    kind, what = chaos.strike(machines, chaos.Progress(Path("none")), draw, [chaos.CUT])
     assert kind == "cut of 0.1 s"
     assert "is cut off for 0.1 s" in what
     ((_, host),) = done
@@ -97,6 +99,57 @@ def test_machine_is_cut_off_for_a_while(
     assert done[2:] == [("cut", 2), ("mend", 2)]
     assert machines.join() == "m4"
     assert machines.hosts["m4"] == 2
+
+
+def test_standby_takes_over_from_a_coordinator_whose_folder_is_gone(
+    script: Script, machines: Any, tmp_path: Path
+) -> None:
+    chaos = script("chaos")
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    progress = chaos.Progress(folder / "metrics.jsonl")
+    machines.stand_by()
+    first, standby = machines.coordinator, machines.standby
+    address = machines.standby_address
+    kind, _ = chaos.strike(machines, progress, random.Random(1), [chaos.TAKEOVER])
+    assert kind == "takeover"
+    assert first.poll() is not None
+    assert not folder.exists()
+    assert machines.coordinator is standby
+    assert machines.address == address
+    assert progress.path == tmp_path / "taken-over-1" / "metrics.jsonl"
+    assert machines.standby is not standby
+    assert machines.standby.poll() is None
+
+
+def test_half_of_the_machines_are_parted_for_a_while(
+    script: Script, machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chaos = script("chaos")
+    done: list[Any] = []
+    monkeypatch.setattr(chaos.labs, "part", lambda lab, side: done.append(side))
+    monkeypatch.setattr(chaos.labs, "rejoin", lambda lab: done.append("rejoin"))
+    monkeypatch.setattr(chaos, "CUTS_S", (0.1,))
+    machines.lab = object()
+    progress = chaos.Progress(Path("none"))
+    kind, what = chaos.strike(machines, progress, random.Random(1), [chaos.PARTITION])
+    assert kind == "partition of 0.1 s"
+    assert "are parted from the others for 0.1 s" in what
+    (side,) = done
+    assert len(set(side)) == 2
+    assert 0 not in side
+    time.sleep(0.2)
+    machines.wake()
+    assert done[1:] == ["rejoin"]
+
+
+def test_coordinator_is_started_again_or_taken_over_from(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(small_toml())
+    faults = ["--fault", "takeover", "--fault", "coordinator"]
+    argv = [str(tmp_path / "job.toml"), *faults, "--folder", str(tmp_path / "chaos")]
+    result = CliRunner().invoke(script("chaos").main, argv)
+    assert result.exit_code == 2
+    assert "leave out --fault takeover" in result.output
 
 
 def test_links_are_cut_in_a_lab_alone(script: Script, tmp_path: Path) -> None:
@@ -155,9 +208,9 @@ def test_one_bit_of_a_parameter_is_found(
         checkpoint.save(str(folder), 3, 0, tensors, {}, {}, lambda part: [part], 1)
         progress.append(chaos.Progress(tmp_path / name / "metrics.jsonl"))
         write_rows(progress[-1].path, 0, 1)
-    assert chaos.compare(tmp_path, ("one", "two"), *progress) == same
+    assert chaos.compare(tmp_path, *progress) == same
     write_rows(progress[1].path, 0)
-    assert not chaos.compare(tmp_path, ("one", "two"), *progress)
+    assert not chaos.compare(tmp_path, *progress)
 
 
 def test_clusters_are_simulated_by_the_seed(script: Script) -> None:

@@ -1,0 +1,90 @@
+"""What the metrics of a run say while it goes on: how far it is, what it made again, and what
+faults cost it.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import click
+
+
+@dataclass
+class Progress:
+    """What the metrics of a run said while it went on."""
+
+    path: Path
+    first_at: float | None = None  # when the first step was there
+    newest_at: float = 0.0
+    newest: int = -1
+    best: int = -1
+    num_repeated: int = 0
+    _size: int = -1
+
+    def look(self) -> None:
+        size = self.path.stat().st_size if self.path.exists() else -1
+        # Of a coordinator that takes over there is no file yet.
+        if size in (-1, self._size):
+            return
+        self._size = size
+        newest = max(values_of(self.path, "loss"), default=-1)
+        now = time.monotonic()
+        if newest >= 0 and self.first_at is None:
+            self.first_at = now
+        # It goes back where an epoch began at an earlier step.
+        self.num_repeated += max(0, self.newest - newest)
+        if newest > self.best:
+            self.best = newest
+            self.newest_at = now
+        self.newest = newest
+
+    @property
+    def seconds(self) -> float:
+        """From the first step to the last."""
+        return 0.0 if self.first_at is None else self.newest_at - self.first_at
+
+
+@dataclass
+class Fault:
+    kind: str
+    what: str
+    at: float
+    step: int  # the newest then
+    still_s: float | None = None  # the longest time to a new step, from then to the next fault
+
+
+def values_of(path: Path, name: str) -> dict[int, float]:
+    """By step. A line may still be written to."""
+    values = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if name in row:
+                values[row["step"]] = row[name]
+    return values
+
+
+def report(faults: Sequence[Fault], calm: Progress, rough: Progress) -> None:
+    for fault in faults:
+        still = "no new step before the next fault"
+        if fault.still_s is not None:
+            still = f"{fault.still_s:6.1f} s to a step"
+        click.echo(f"{still} after step {fault.step}: {fault.what}")
+    by_kind: dict[str, list[float]] = {}
+    for fault in faults:
+        if fault.still_s is not None:
+            by_kind.setdefault(fault.kind, []).append(fault.still_s)
+    for kind, stills in sorted(by_kind.items()):
+        click.echo(
+            f"{kind}: {len(stills)} times, {median(stills):.1f} s to a step in the median, "
+            f"{max(stills):.1f} s at most"
+        )
+    goodput = 100 * calm.seconds / rough.seconds if rough.seconds else 0.0
+    click.echo(
+        f"{len(faults)} faults in {rough.seconds:.0f} s; {rough.num_repeated} steps repeated; "
+        f"goodput {goodput:.1f} % of the undisturbed {calm.seconds:.0f} s"
+    )
