@@ -126,6 +126,11 @@ def test_page_fits_a_phone_and_keeps_its_contrast(
     for name in ("ink", "muted", "bad"):
         for ground in ("ground", "card"):
             assert contrast(opened.page, name, ground) >= 4.5, (name, ground)
+    landmarks = opened.page.locator("section, [role=region]").all()
+    names = [
+        landmark.aria_snapshot().splitlines()[0] for landmark in landmarks if landmark.is_visible()
+    ]
+    assert len(names) == len(set(names)) > 3, names
     # Every graphic has a name for who does not see it.
     for graphic in opened.page.locator("[role=img], [role=progressbar]").all():
         assert graphic.get_attribute("aria-label")
@@ -156,3 +161,15 @@ def test_reports_draw_from_a_file_alone(browser: Browser, folder: Path, tmp_path
         assert opened.said == []
         assert opened.asked == [path.as_uri()]
         opened.context.close()
+
+
+def test_table_of_compared_runs_keeps_its_words_on_a_phone(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    """It was as wide as the phone, and broke each number after two digits."""
+    both = write_report([str(folder), str(folder)], str(tmp_path / "both.html"))
+    opened = Opened(browser, both.as_uri(), "light", 390, "#table td")
+    heights = [cell.bounding_box()["height"] for cell in opened.page.locator("#table td").all()]
+    assert max(heights) < 40
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+    opened.context.close()

@@ -101,7 +101,7 @@ function hop(there, back) {
   for (const link of there) node.append(way(link, "→"));
   for (const link of back) node.append(way(link, "←"));
   if ([...there, ...back].some((link) => link.relayed)) {
-    node.append(element("span", { class: "stated", title: RELAYED }, "relayed"));
+    node.append(element("span", { class: "relayed", title: RELAYED }, "relayed"));
   }
   const stated = [...there, ...back].find((link) => known(link.rate_gbps));
   if (stated) {
@@ -188,6 +188,8 @@ function drawLanes(into, legend, lanes) {
   });
   into.replaceChildren(svg);
   const kinds = new Set(lanes.ranks.flatMap((rank) => [...rank.measured, ...rank.predicted].map((each) => each[0])));
+  // What was sent is drawn of a measured step alone.
+  if (!tall) kinds.delete("send");
   const shown = Object.entries(LANE_KINDS).filter(([kind]) => kinds.has(kind));
   legend.replaceChildren(...shown.map(([kind, name]) => element("li", {},
     element("svg:svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, element("svg:rect", { class: kind, width: 10, height: 10, rx: 2 })), name)));
