@@ -34,7 +34,11 @@ class ParallelRanks:
     @property
     def dp_rank(self) -> int:
         """The replica."""
-        return self.rank // self._replica_size
+        return self.replica_of(self.rank)
+
+    def replica_of(self, rank: int) -> int:
+        """That of any rank of the run."""
+        return rank // self._replica_size
 
     @property
     def tp_group(self) -> range:

@@ -18,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -318,7 +318,7 @@ def count(
             f"step {step}: {len(reporting)} ranks report a loss (by rank: {reporting}), where one "
             f"of each of {here.dp_size} replicas does"
         )
-    replica_of = [replace(here, rank=rank).dp_rank for rank in range(len(ballots))]
+    replica_of = [here.replica_of(rank) for rank in range(len(ballots))]
     losses = [
         ballot.loss
         for replica, ballot in zip(replica_of, ballots, strict=True)
