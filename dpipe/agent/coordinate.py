@@ -245,7 +245,7 @@ def parse_ports(text: str) -> range:
     is_range = first.isdecimal() and last.isdecimal()
     if not (is_range and 0 < int(first) < int(last) < 65_536):
         raise ConfigError(
-            f"{text!r} must be FIRST-LAST, two ports at least, such as 7001-7004: an epoch may "
+            f"{text!r} must be FIRST-LAST, at least two ports, such as 7001-7004: an epoch may "
             "still close as the next one begins"
         )
     return range(int(first), int(last) + 1)

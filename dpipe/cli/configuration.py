@@ -29,7 +29,7 @@ def config(
       dpipe config job.toml -o model.preset=gpt3-xl
     """
     if as_markdown and (as_json or config is not None):
-        raise click.UsageError("--markdown goes without CONFIG and without --json.")
+        raise click.UsageError("--markdown cannot be combined with CONFIG or --json.")
     if config is None:
         if overrides:
             raise click.UsageError("-o overrides a key of a file: name CONFIG.")

@@ -101,7 +101,9 @@ def measure(config: str, overrides: tuple[str, ...], alone: bool, **options: Any
 
     placed = [options[key] is not None for key in ("rank", "world_size", "coordinator")]
     if alone and any(placed):
-        raise click.UsageError("--alone goes without --rank, --world-size and --coordinator.")
+        raise click.UsageError(
+            "--alone cannot be combined with --rank, --world-size or --coordinator."
+        )
     say = partial(click.echo, file=lasting(sys.stderr))
     measure_to_file(config, overrides, alone=alone, say=say, **options)
 

@@ -158,7 +158,7 @@ def check_epochs(model: ModelConfig, data: DataConfig, train: TrainConfig) -> No
     if data.streaming:
         raise ValueError(
             "train.epochs need the number of rows, which a stream (data.streaming) does not know; "
-            "set train.steps instead: behind its last row it begins again"
+            "set train.steps instead: after its last row it begins again"
         )
 
 

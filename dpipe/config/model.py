@@ -191,8 +191,8 @@ class AdapterConfig(Section):
             )
         if self.base != "full" and self.kind == "none":
             raise ValueError(
-                f'adapter.base "{self.base}" is of what does not learn, and without an adapter '
-                'everything does: set adapter.kind = "lora", or leave it out'
+                f'adapter.base "{self.base}" quantises what does not learn, and without an '
+                'adapter everything learns: set adapter.kind = "lora", or leave it out'
             )
         return self
 

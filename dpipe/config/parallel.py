@@ -98,8 +98,8 @@ class PipelineConfig(Section):
         self._check_splits()
         if self.schedule == AUTO and self.in_flight is not None:
             raise ValueError(
-                f'pipeline.schedule "{AUTO}" finds out itself how many micro-batches to have in '
-                "flight: leave pipeline.in_flight out, or bound what a rank holds with "
+                f'pipeline.schedule "{AUTO}" chooses how many micro-batches are in flight '
+                "itself: leave pipeline.in_flight out, or bound what a rank holds with "
                 "pipeline.memory_limit or pipeline.memory_gb"
             )
         if self.programs and self.schedule != AUTO:
@@ -246,7 +246,7 @@ class TensorParallelConfig(Section):
     def _check(self) -> Self:
         if self.sequence_parallel and self.size == 1:
             raise ValueError(
-                "tensor_parallel.sequence_parallel needs tensor_parallel.size 2 at least"
+                "tensor_parallel.sequence_parallel needs tensor_parallel.size 2 or more"
             )
         return self
 

@@ -169,7 +169,7 @@ class RunConfig(Section):
         too_long = any(len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts)
         if too_long:
             raise ValueError(
-                f"run.folder {folder!r:.80} cannot be a folder: it holds a name of more than "
+                f"run.folder {folder!r:.80} cannot be a folder: it has a name of more than "
                 f"{_MAX_NAME_BYTES} bytes"
             )
         return folder

@@ -60,7 +60,7 @@ class Section(BaseModel):
                 raise PydanticCustomError("absurd", "must not hold a NUL")
             if isinstance(each, str) and len(each) > MAX_CHARACTERS:
                 most = {"most": MAX_CHARACTERS}
-                raise PydanticCustomError("absurd", "must have {most} characters at most", most)
+                raise PydanticCustomError("absurd", "must have at most {most} characters", most)
             if isinstance(each, int) and abs(each) > MAX_INTEGER:
                 raise PydanticCustomError("absurd", "must be between -2^63 and 2^63")
         return value

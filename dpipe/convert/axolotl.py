@@ -218,7 +218,7 @@ def _converted(name: str, value: Any) -> Any:
     try:
         return _KEYS[name].change(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} {value!r:.80} is not what axolotl takes there") from None
+        raise ConfigError(f"{name} {value!r:.80} is not a value that axolotl takes there") from None
 
 
 def _set(table: Table, name: str, value: Any) -> None:

@@ -251,8 +251,8 @@ class Coordinator(Coordination):
             for lower, higher in ways.relayed:
                 LOG.warning(
                     "rank %d and rank %d cannot dial each other: the coordinator's machine relays "
-                    "their link, which is slower than one of their own; let one of them be reached "
-                    "(node.advertise, node.port) to be without",
+                    "their link, which is slower than a direct one; make one of them reachable "
+                    "(node.advertise, node.port)",
                     lower,
                     higher,
                 )

@@ -175,7 +175,7 @@ def prepare(
         try:
             corpus = _open(folder, tokenizer)
         except _DamagedCache as error:
-            LOG.warning("the token cache %s is damaged (%s): it is made anew", folder, error)
+            LOG.warning("the token cache %s is damaged (%s): it is made again", folder, error)
             is_damaged = True
         else:
             accept(corpus)

@@ -97,7 +97,7 @@ def _at_url(pattern: str, key: str) -> list[RowFile]:
     except Exception as error:
         raise DataError(f"{key} {pattern!r} cannot be read: {_in_a_line(error)}") from None
     if not paths:
-        raise DataError(f"{key} {pattern!r} names nothing that is there")
+        raise DataError(f"{key} {pattern!r} does not exist")
     return [RowFile(fs.unstrip_protocol(path), path, fs) for path in paths]
 
 
@@ -111,7 +111,7 @@ def _table_files(folder: Path, key: str) -> list[Path]:
     if splits:
         names = ", ".join(sorted(splits))
         hint = f"; name a split: {names}"
-    raise DataError(f"{key} {folder} is no folder that Dataset.save_to_disk has written{hint}")
+    raise DataError(f"{key} {folder} is not a folder that Dataset.save_to_disk has written{hint}")
 
 
 def read_rows(files: Iterable[RowFile]) -> Iterator[Placed]:
@@ -157,7 +157,7 @@ def _as_row(content: bytes, place: str) -> Row:
     try:
         row = json.loads(content)
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{place} is not JSON: {error}; mend or remove it") from None
+        raise DataError(f"{place} is not JSON: {error}; correct or remove it") from None
     return _checked(row, place)
 
 
@@ -236,7 +236,7 @@ def _numbered(file: RowFile, batches: Iterable[Any], start: int, first: int) -> 
             batch = next(batches, None)
         except Exception as error:  # whatever pyarrow and the file system raise
             raise DataError(
-                f"{file.name} cannot be read behind row {start}: {_in_a_line(error)}"
+                f"{file.name} cannot be read after row {start}: {_in_a_line(error)}"
             ) from None
         if batch is None:
             return

@@ -248,7 +248,9 @@ def mapped(path: Path, dtype: Any) -> NDArray[Any]:
 
 
 def _damaged(folder: Path, error: object) -> DataError:
-    return DataError(f"the token cache {folder} is damaged ({error}): remove it, it is made again")
+    return DataError(
+        f"the token cache {folder} is damaged ({error}): remove it; it is then made again"
+    )
 
 
 def check_samples(samples: Samples, *, need_held_out: bool) -> None:
@@ -337,7 +339,9 @@ def sample_of(row: Row, place: str, format: str, tokenizer: ChatTokenizer) -> Sa
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
     if not any(mask[1:]):
-        raise DataError(f"{place} has nothing to learn: no token behind another is the answer's")
+        raise DataError(
+            f"{place} has nothing to learn: no token after the first belongs to an answer"
+        )
     return ids, mask
 
 
@@ -361,7 +365,7 @@ def _turns_of(row: Row) -> list[Turn]:
             )
         turns.append({"role": roles.get(role, role), "content": content})
     if not any(turn["role"] == "assistant" for turn in turns):
-        raise DataError("the chat has no turn of the assistant, which is what is learned")
+        raise DataError("the chat has no turn of the assistant, and only these are learned")
     return turns
 
 

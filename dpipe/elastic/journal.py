@@ -54,7 +54,7 @@ class RunJournal:
             self.close()
             raise CheckpointError(
                 f"the journal {path} is damaged ({visible(str(error))}): put back a copy of it; "
-                "or move it away, and the run goes on from its newest checkpoint"
+                "or move it away, and the run continues from its newest checkpoint"
             ) from None
 
     def _open(self) -> None:

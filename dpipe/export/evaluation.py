@@ -104,7 +104,9 @@ def _task_manager(library: Any, harness: Harness) -> Any:
     """Raises `ConfigError` for a task that it does not know."""
     folder = harness.include_path
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"--include-path {folder} is no folder; it holds tasks as YAML files")
+        raise ConfigError(
+            f"--include-path {folder} is not a folder; it must hold tasks as YAML files"
+        )
     manager = library.tasks.TaskManager(include_path=folder)
     for name in harness.tasks:
         if manager.match_tasks([name]):

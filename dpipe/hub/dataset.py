@@ -67,8 +67,8 @@ def _asking(name: str) -> Iterator[None]:
     ) as error:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"data.hub {name!r}: {constants.ENDPOINT} does not give it, and it is not whole in the "
-            f"cache ({type(error).__name__}: {text}); check the name, HF_TOKEN and the network"
+            f"data.hub {name!r}: {constants.ENDPOINT} does not have it, and the cache not all of "
+            f"it ({type(error).__name__}: {text}); check the name, HF_TOKEN and the network"
         ) from None
 
 

@@ -32,7 +32,7 @@ def check_gguf(path: Path) -> None:
             _Header(data).check()
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(
-            f"{path} is no whole GGUF file ({error}): copy or fetch it again"
+            f"{path} is not a complete GGUF file ({error}): copy or download it again"
         ) from None
 
 

@@ -13,6 +13,6 @@ def read_index(content: bytes, path: str) -> dict[str, str]:
         files = {str(name): Path(file).name for name, file in table.items()}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no index of shards ({type(error).__name__}: {error}): fetch it again"
+            f"{path} is not an index of shards ({type(error).__name__}: {error}): download it again"
         ) from None
     return files

@@ -210,7 +210,7 @@ def check_sizes(config: Any) -> None:
             continue
         if type(count) is not int or not 0 < count <= _MOST[name]:
             raise ConfigError(
-                f"the configuration of model.hf has {name} = {count!a:.100}, which is none between "
+                f"the configuration of model.hf has {name} = {count!a:.100}, which is not between "
                 f"1 and {_MOST[name]}: it is damaged, or not a model"
             )
 

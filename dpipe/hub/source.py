@@ -114,7 +114,7 @@ def find_source(name: str, revision: str | None = None) -> ModelSource:
         return _in_folder(path)
     if not _REPOSITORY.fullmatch(name) or path.exists():
         raise ConfigError(
-            f"model.hf {name!r} is no folder, no GGUF file, and no name of a model on the hub"
+            f"model.hf {name!r} is not a folder, a GGUF file or the name of a model on the hub"
         )
     snapshot = _asking(
         name,
@@ -175,7 +175,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> ConfigE
     name = f"model.hf {repository!r}"
     if constants.HF_HUB_OFFLINE:
         return ConfigError(
-            f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
+            f"{name} is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
             f"set: unset it, or fetch the model before (hf download {repository})"
         )
     match error:
@@ -189,17 +189,17 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> ConfigE
             if get_token():
                 access = "the token of HF_TOKEN may not read it"
             return ConfigError(
-                f"{name} is no folder here and no model on {hub}, or a private one ({access}): "
-                "check the name and the token"
+                f"{name} is neither a folder here nor a model on {hub}, or it is private "
+                f"({access}): check the name and the token"
             )
         case RevisionNotFoundError():
             return ConfigError(
-                f"model.revision {revision!r} is no branch, tag or commit of {name}: leave it out, "
-                f"or see {hub}/{repository}/tree/main for those that there are"
+                f"model.revision {revision!r} is not a branch, tag or commit of {name}: leave it "
+                f"out, or choose one of {hub}/{repository}/tree/main"
             )
     return ConfigError(
-        f"{name} is no folder here, and {hub} does not give it: {_in_a_line(error)}; check the "
-        "network and HF_ENDPOINT; what is whole is kept, and the next start goes on behind it"
+        f"{name} is not a folder here, and {hub} does not give it: {_in_a_line(error)}; check the "
+        "network and HF_ENDPOINT; what is whole is kept, and the next start continues from there"
     )
 
 

@@ -94,7 +94,7 @@ def _check_dropout(config: Any) -> None:
     # What a forward pass drops without a module is not seen by a trial, which drops nothing.
     for name, value in config.to_dict().items():
         if _DROPS.search(name) and isinstance(value, float) and value > 0:
-            raise NotUnderstoodError(f"{name} = {value} drops out without a module")
+            raise NotUnderstoodError(f"{name} = {value} has no module that applies it")
 
 
 def _window(config: Any) -> Literal["none", "by layer", "all"]:

@@ -82,7 +82,7 @@ class SafetensorsWeights:
             return safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path} is cut short or damaged ({error}): copy or fetch it again"
+                f"{path} is cut short or damaged ({error}): copy or download it again"
             ) from None
 
 
@@ -102,8 +102,8 @@ class GgufWeights:
             reader = GGUFReader(path)
         except Exception as error:  # its reader checks nothing: an IndexError, a KeyError
             raise CheckpointError(
-                f"{path} is no whole GGUF file ({type(error).__name__}: {error}): copy or fetch it "
-                "again"
+                f"{path} is not a complete GGUF file ({type(error).__name__}: {error}): copy or "
+                "download it again"
             ) from None
         kind = skeleton.config.model_type
         processor = gguf_utils.TENSOR_PROCESSORS.get(kind, gguf_utils.TensorProcessor)

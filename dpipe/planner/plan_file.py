@@ -153,7 +153,8 @@ def plan_of_rank_0(text: str) -> Plan:
         return parse_plan(parse_toml(text))
     except (ValueError, ConfigError) as error:
         raise TransferError(
-            f"rank 0 sent a plan that is none ({error}); install one dpipe version everywhere"
+            f"rank 0 sent a plan that cannot be read ({error}); install one dpipe version on all "
+            "machines"
         ) from None
 
 

@@ -65,8 +65,8 @@ def from_text(digest: str, text: str) -> tuple[LayerCost, ...] | None:
         return tuple(distinct[index] for index in indices)
     except (ValueError, IndexError) as error:
         raise ConfigError(
-            f"the layer costs that came with the job are none ({error}): unset DPIPE_LAYER_COSTS, "
-            "and install one dpipe version everywhere"
+            f"the layer costs that came with the job cannot be read ({error}): unset "
+            "DPIPE_LAYER_COSTS, and install one dpipe version everywhere"
         ) from None
 
 

@@ -77,9 +77,9 @@ class AgentStore:
             return bytes(self._connect(timeout_s).get(self.key)).decode()
         except RuntimeError as error:
             raise JoinError(
-                f"rank 0 has not said within {timeout_s:g} s where the coordinator listens (in "
-                f"torchrun's store at {self.host}:{self.port}, key {self.key}); see whether rank 0 "
-                "is up"
+                f"rank 0 has not said within {timeout_s:g} s where the coordinator listens (key "
+                f"{self.key} of torchrun's store at {self.host}:{self.port}); check that rank 0 is "
+                "running"
             ) from error
 
     def _connect(self, timeout_s: float) -> Any:
@@ -104,8 +104,8 @@ class ProcessInfo:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"rank {self.rank} of {self.world_size}: ranks count from 0 to the world size less "
-                "one"
+                f"rank {self.rank} of {self.world_size}: ranks are numbered from 0 to the world "
+                "size minus one"
             )
         if self.coordinator is not None:
             _check_address(self.coordinator)
@@ -252,7 +252,8 @@ def _any(environ: Mapping[str, str], *names: str) -> bool:
 def _get(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise ConfigError(
-            f"{name} is missing in the environment, but other variables of that launcher are set"
+            f"{name} is missing in the environment, although other variables of that launcher are "
+            "set"
         )
     return environ[name]
 

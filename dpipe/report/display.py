@@ -59,7 +59,7 @@ class _Lasting(io.TextIOBase):
             self._stream = None
             point_nowhere(stream)
             LOG.warning(
-                "cannot write to %s (%s): the run goes on, and nothing more is shown",
+                "cannot write to %s (%s): the run continues, and nothing more is shown",
                 stream.name,
                 error,
             )

@@ -107,7 +107,7 @@ class _Board:
         if file is not None:
             with suppress(OSError):
                 file.close()
-        LOG.warning("cannot write %s: %s; the run goes on without it", self._path, error)
+        LOG.warning("cannot write %s: %s; the run continues without it", self._path, error)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(regular_bytes(path, folder).splitlines(), 1):
         row = parsed_json(line, f"{path} line {number}")
         if not _is_row(row):
-            raise CheckpointError(f"{path} line {number} is damaged: it is no row of metrics")
+            raise CheckpointError(f"{path} line {number} is damaged: it is not a row of metrics")
         rows.append(row)
     return rows
 

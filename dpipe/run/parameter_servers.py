@@ -212,8 +212,8 @@ def serve_parameters(
         finally:
             server.close()
     if server.failure is not None:
-        raise RunError(f"{server.failure}; start it again to go on") from server.failure
-    say("stopped; start it again to go on" if wants_stop() else "all workers have left")
+        raise RunError(f"{server.failure}; start it again to continue") from server.failure
+    say("stopped; start it again to continue" if wants_stop() else "all workers have left")
 
 
 def _state_folder(config: Config, host: str, port: int) -> Path:

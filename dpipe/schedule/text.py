@@ -148,8 +148,8 @@ def _parse_cell(cell: str, rank: int, column: int) -> Action:
     action = parse_action(cell)
     if action.op not in COMPUTE:
         raise ScheduleError(
-            f"row {rank}, cell {column}: {action} is no compute action; a CSV holds F, B, I and W "
-            "alone"
+            f"row {rank}, cell {column}: {action} is not a compute action; a CSV only holds F, B, "
+            "I and W"
         )
     return action
 

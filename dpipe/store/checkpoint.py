@@ -183,7 +183,7 @@ def load(
                 raise CheckpointError(f"{error}{hint}") from None
             LOG.warning("skipping the checkpoint of step %d: %s", candidate, error)
             skipped.append(str(error))
-    raise CheckpointError(f"no checkpoint in {url} is whole: " + "; ".join(skipped))
+    raise CheckpointError(f"no checkpoint in {url} is complete: " + "; ".join(skipped))
 
 
 def check_url(url: str) -> None:
@@ -197,7 +197,7 @@ def check_url(url: str) -> None:
     existing = next(path for path in (root, *root.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         raise CheckpointError(
-            f"run.checkpoint_url {url} cannot be used: {existing} is no folder that can be written"
+            f"run.checkpoint_url {url} cannot be used: {existing} is not a writable folder"
         )
 
 

@@ -156,7 +156,7 @@ def refuse_superseded(storage: Storage, identity: RunIdentity) -> None:
         return
     if identity.start and newest != identity.start:
         raise RunError(
-            f"another process has gone on with {identity} and writes its checkpoints to "
+            f"another process has continued {identity} and writes its checkpoints to "
             f"{storage.root}: this one has written none since; stop one of them, or give it a "
             "run.folder and a run.checkpoint_url of its own"
         )
@@ -220,5 +220,5 @@ def of_another(
 def unmarked(url: str) -> CheckpointError:
     return CheckpointError(
         f"{url} holds checkpoints that do not say of which run they are; set another "
-        "run.checkpoint_url, or go on with the run that wrote them: --resume FOLDER"
+        "run.checkpoint_url, or continue the run that wrote them: --resume FOLDER"
     )

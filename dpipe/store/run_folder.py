@@ -244,8 +244,8 @@ def refuse_links(folder: Path) -> None:
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise ConfigError(
-                    f"{path} is a link, or no regular file: a run writes to it, and would write "
-                    "elsewhere; put a copy in its place"
+                    f"{path} is a link, or not a regular file: a run would write through it to "
+                    "another place; put a copy in its place"
                 )
 
 

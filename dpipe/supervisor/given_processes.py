@@ -126,7 +126,7 @@ def _keep_machine(
                 return
             how = how_it_ended(code)
             if code > 0:
-                raise RunError(f"{name} cannot go on ({how}): what it has said stands above")
+                raise RunError(f"{name} cannot go on ({how}): its messages are above")
             say(f"{name} has ended ({how}); another takes its place")
     raise RunError(f"the machine of process {process.rank} was killed {_MOST_STARTS} times")
 

@@ -68,7 +68,7 @@ class Background:
             module, _, function = TRACKERS.named(self._name).builder.partition(":")
             tracker: Tracker = getattr(import_module(module), function)(run)
         except Exception as error:
-            self._note(error, "the run goes on without it")
+            self._note(error, "the run continues without it")
             return
         succeeds = True
         # At the end nothing waits for a server that is away, once for each row.

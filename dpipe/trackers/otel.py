@@ -76,7 +76,7 @@ class OtelTracker:
         for start in range(0, len(spans), _MOST_AT_ONCE):
             result = self._exporter.export(spans[start : start + _MOST_AT_ONCE])
             if result is not SpanExportResult.SUCCESS:
-                raise ConnectionError("the collector takes no spans; is it there?")
+                raise ConnectionError("the collector takes no spans; is it running?")
 
 
 class _Ended(SpanProcessor):

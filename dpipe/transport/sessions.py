@@ -308,7 +308,7 @@ class SessionMesh(Mesh[SessionConnection]):
 
     def _log_resumed(self, connection: SessionConnection, broke_at: float) -> None:
         LOG.warning(
-            "rank %d: connection %d with %s broke (%s); it was dialled again and goes on, after "
+            "rank %d: connection %d with %s broke (%s); it was opened again and continues, after "
             "%.1f s",
             self.rank,
             connection.index,

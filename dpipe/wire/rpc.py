@@ -187,9 +187,9 @@ def _warn_of_the_open(host: str, *, has_token: bool) -> None:
         return
     if has_token:
         LOG.warning(
-            "the token goes in clear to %s, and so do the secrets with which connections that "
-            "broke are dialled again: whoever reads them on the way can join, or take a connection "
-            "over; set node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
+            "the token is sent in the clear to %s, and so are the secrets with which broken "
+            "connections are opened again: whoever reads them on the way can join, or take a "
+            "connection over; set node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
             host,
         )
     else:

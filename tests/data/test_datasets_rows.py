@@ -88,7 +88,7 @@ def test_split_of_the_hub_is_fetched_alone(hub, tmp_path):
     ("name", "message"),
     [
         ("org/chats:valid", "no file of org/chats begins with 'valid'"),
-        ("org/none:train", "does not give it, and it is not whole in the cache"),
+        ("org/none:train", "does not have it, and it is not complete in the cache"),
         ("chats", 'must be "org/name:split"'),
     ],
 )
@@ -120,5 +120,5 @@ def test_damaged_cache_is_named(tmp_path):
     samples_of(tmp_path, ROWS)
     (column,) = (tmp_path / "cache").glob("samples-*/tokens")
     column.write_bytes(column.read_bytes()[:-4])
-    with pytest.raises(DataError, match="is damaged .*: remove it, it is made again"):
+    with pytest.raises(DataError, match="is damaged .*: remove it; it is then made again"):
         samples_of(tmp_path, ROWS)

@@ -186,7 +186,7 @@ def test_broken_row_of_a_stream_is_named_when_it_is_read(files, tmp_path):
         file.write("{\n")
     stream = stream_of(tmp_path, files, shuffle=4)
     stream.check(need_held_out=False)
-    with pytest.raises(DataError, match=r"b.jsonl, line 34 is not JSON.*mend or remove it"):
+    with pytest.raises(DataError, match=r"b.jsonl, line 34 is not JSON.*correct or remove it"):
         sequences(stream, range(60))
 
 
@@ -257,8 +257,8 @@ def test_rows_at_a_url_are_those_of_files(streaming, files, tmp_path, elsewhere)
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://bucket/none.jsonl", "names nothing that is there"),
-        ("memory://bucket/*.csv", "names nothing that is there"),
+        ("memory://bucket/none.jsonl", "does not exist"),
+        ("memory://bucket/*.csv", "does not exist"),
         ("nowhere://bucket/a.jsonl", "cannot be read: ValueError"),
     ],
 )
@@ -329,7 +329,7 @@ def test_parquet_file_that_is_cut_short_is_named(tmp_path):
     content[4:60] = bytes(56)  # its footer stays
     path.write_bytes(content)
     (file,) = find_row_files([str(path)], "data.files")
-    with pytest.raises(DataError, match=r"rows.parquet cannot be read behind row 0"):
+    with pytest.raises(DataError, match=r"rows.parquet cannot be read after row 0"):
         list(rows_of(file))
 
 

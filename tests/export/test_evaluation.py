@@ -145,7 +145,7 @@ def test_eval_tells_lm_eval_what_it_is_told(run, lm_eval, tmp_path):
         (("--tasks", "xyz"), 2, "no task 'xyz', .*lm_eval ls tasks lists its own"),
         (("--tasks", " , "), 2, "give the name of a task"),
         (("--tasks", "rivers"), 1, "rivers: ConnectionError: Couldn't reach 'rivers' on .*files"),
-        (("--tasks", "capitals", "--include-path", "nowhere"), 2, "nowhere is no folder"),
+        (("--tasks", "capitals", "--include-path", "nowhere"), 2, "nowhere is not a folder"),
         (("--tasks", "capitals", "--exported", "nowhere"), 2, "nowhere holds no config.json"),
     ],
 )

@@ -95,5 +95,5 @@ def test_file_that_is_cut_short_is_named(model):
     path, _ = model
     layered = make_model(build({"model": {"hf": str(path), "context": 12}}))
     path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(CheckpointError, match=r"model-Q8_0.gguf is no whole GGUF file"):
+    with pytest.raises(CheckpointError, match=r"model-Q8_0.gguf is not a complete GGUF file"):
         materialise(layered, 1, 0, "cpu")

@@ -84,13 +84,13 @@ def test_files_are_of_one_commit_when_a_branch_moves(hub, shards):
     model = make_model(config)
     assert pinned(config).model.revision == COMMITS[0]
     hub.repositories["org/tiny"].commit = COMMITS[1]
-    with pytest.raises(ConfigError, match="'1{40}' is no branch, tag or commit"):
+    with pytest.raises(ConfigError, match="'1{40}' is not a branch, tag or commit"):
         materialise(model, 5, 0, "cpu")
 
 
 def test_model_that_may_not_be_read_is_refused_with_what_to_do(hub, monkeypatch, shards):
     hub.repositories["org/private"] = Repository(shards, token=TOKEN)
-    with pytest.raises(ConfigError, match=r"no model on .*HF_TOKEN is not set.*check the name"):
+    with pytest.raises(ConfigError, match=r"nor a model on .*HF_TOKEN is not set.*check the name"):
         make_model(config_of("org/private"))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(ConfigError, match="the token of HF_TOKEN may not read it"):
@@ -103,7 +103,7 @@ def test_model_that_may_not_be_read_is_refused_with_what_to_do(hub, monkeypatch,
 
 
 def test_revision_that_is_not_there_is_refused(hub):
-    with pytest.raises(ConfigError, match=r"model.revision 'v2' is no branch.*leave it out"):
+    with pytest.raises(ConfigError, match=r"model.revision 'v2' is not a branch.*leave it out"):
         make_model(config_of(revision="v2"))
 
 
@@ -126,7 +126,7 @@ def test_cache_is_enough_without_a_network(hub, monkeypatch):
     source_of_name.cache_clear()
     model = make_model(config_of())
     materialise(model, 5, 0, "cpu")
-    with pytest.raises(ConfigError, match=r"not whole in the cache .*unset it, or fetch"):
+    with pytest.raises(ConfigError, match=r"not complete in the cache .*unset it, or fetch"):
         materialise(model, 2, 0, "cpu")
     assert len(hub.asked) - asked == 2, "offline, nothing is asked"
 

@@ -117,5 +117,5 @@ def test_model_that_would_hardly_shrink_is_refused(tmp_path):
 
 
 def test_base_of_few_bits_without_an_adapter_is_refused():
-    with pytest.raises(ConfigError, match=r'adapter.base "nf4" is of what does not learn'):
+    with pytest.raises(ConfigError, match=r'adapter.base "nf4" quantises what does not learn'):
         build({"model": {"hf": "a/b"}, "adapter": {"base": "nf4"}})

@@ -29,7 +29,7 @@ def test_selective_recomputation_of_a_model_without_attention_is_refused(
     ("url", "message"),
     [
         ("no-such-protocol://bucket/run", "Protocol not known"),
-        ("{}/text.txt/checkpoints", "text.txt is no folder"),
+        ("{}/text.txt/checkpoints", "text.txt is not a writable folder"),
     ],
 )
 def test_place_for_checkpoints_that_cannot_be_used_is_refused_before_the_run(

@@ -29,7 +29,7 @@ def test_costs_of_another_configuration_are_not_used() -> None:
 
 @pytest.mark.parametrize("text", ["d1 ", "d1 {}", "d1 [[], [0]]"])
 def test_text_that_holds_no_costs_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="the layer costs that came with the job are none"):
+    with pytest.raises(ConfigError, match="the layer costs that came with the job cannot be read"):
         from_text("d1", text)
 
 

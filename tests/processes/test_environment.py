@@ -120,7 +120,7 @@ def test_process_info_names_the_variable_that_is_missing(environ, name):
             TORCHRUN | {"LOCAL_RANK": ""},
             "LOCAL_RANK in the environment must be a whole number, got ''",
         ),
-        (TORCHRUN | {"RANK": "4"}, "rank 4 of 4: ranks count from 0"),
+        (TORCHRUN | {"RANK": "4"}, "rank 4 of 4: ranks are numbered from 0"),
         (DPIPE | {"DPIPE_COORDINATOR": "here"}, "coordinator 'here' must be HOST:PORT"),
         (DPIPE | {"DPIPE_COORDINATOR": ":4000"}, "coordinator ':4000' must be HOST:PORT"),
         (DPIPE | {"DPIPE_COORDINATOR": "here:70000"}, "coordinator 'here:70000' must be HOST:PORT"),
@@ -190,7 +190,8 @@ def test_agent_store_keeps_restarts_apart(agent):
         "10.0.0.5:4321"
     )
     with pytest.raises(
-        JoinError, match=r"rank 0 has not said within 0.2 s .*key dpipe/coordinator/1.*rank 0 is up"
+        JoinError,
+        match=r"rank 0 has not said within 0.2 s .*key dpipe/coordinator/1.*rank 0 is running",
     ):
         process_info(environ).find(0.2)
 

@@ -72,7 +72,7 @@ def test_output_that_is_full_is_given_up_with_one_warning(
                 display.show(ROW)
         console.print("the end")
     assert [record.getMessage() for record in caplog.records] == [
-        "cannot write to /dev/full ([Errno 28] No space left on device): the run goes on, and "
+        "cannot write to /dev/full ([Errno 28] No space left on device): the run continues, and "
         "nothing more is shown"
     ]
 

@@ -111,7 +111,7 @@ def test_tensorboard_without_room_is_left_out(
         metrics.close()
     assert len(read_rows(tmp_path)) == 3
     assert len(caplog.records) == 1
-    assert "No space left on device; the run goes on without it" in caplog.text
+    assert "No space left on device; the run continues without it" in caplog.text
 
 
 def test_tensorboard_that_cannot_begin_is_left_out(
@@ -121,4 +121,4 @@ def test_tensorboard_that_cannot_begin_is_left_out(
     metrics = some_metrics(tmp_path, tensorboard=True)
     metrics.write({"step": 0, "loss": 2.5})
     metrics.close()
-    assert "the run goes on without it" in caplog.text
+    assert "the run continues without it" in caplog.text

@@ -81,7 +81,7 @@ def test_ranks_of_one_host_share_its_memory() -> None:
 
 def test_text_of_rank_0_that_is_no_plan_is_refused() -> None:
     for text in ("", "[plan", "[plan]\nmodel = 3\n"):
-        with pytest.raises(TransferError, match="rank 0 sent a plan that is none"):
+        with pytest.raises(TransferError, match="rank 0 sent a plan that cannot be read"):
             plan_of_rank_0(text)
 
 

@@ -105,6 +105,6 @@ def test_cut_of_seconds_is_waited_out_and_changes_no_loss(
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert "was dialled again and goes on" in said or kind == "tcp"
+    assert "was opened again and continues" in said or kind == "tcp"
     cut = [row["loss"] for row in read_rows(Path("run")) if "loss" in row]
     assert cut == losses(load("job.toml", ("run.folder=undisturbed", "node.bind=127.0.0.1")))

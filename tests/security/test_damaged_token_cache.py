@@ -52,7 +52,7 @@ def test_flipped_byte_is_noticed_and_mended(
     assert np.array_equal(again.tokens, tokens)
     assert again.facts == whole.facts
     assert "is damaged" in caplog.text
-    assert "it is made anew" in caplog.text
+    assert "it is made again" in caplog.text
     assert cached(name).read_bytes() == content
     assert len(list(Path("cache").iterdir())) == 1
     caplog.clear()
@@ -65,7 +65,7 @@ def test_cache_of_another_length_is_made_anew(size: int, caplog: pytest.LogCaptu
     expected = corpus().tokens.copy()  # a process that has a shrinking file mapped is killed
     os.truncate(cached("tokens.bin"), size)
     assert np.array_equal(corpus().tokens, expected)
-    assert "it is made anew" in caplog.text
+    assert "it is made again" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "1", '{"sha256": 1}', "\0"])
@@ -73,7 +73,7 @@ def test_description_that_is_none_is_made_anew(text: str, caplog: pytest.LogCapt
     whole = corpus()
     cached("corpus.json").write_text(text)
     assert corpus().facts == whole.facts
-    assert "it is made anew" in caplog.text
+    assert "it is made again" in caplog.text
 
 
 def test_half_of_a_cache_is_made_anew() -> None:

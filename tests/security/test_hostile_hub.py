@@ -157,7 +157,7 @@ def test_absurd_gguf_is_refused_before_it_is_walked_through(tmp_path: Path, cont
     """Its reader finds nothing behind the end of a file, as often as the file says."""
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with quickly(), pytest.raises(ConfigError, match=r"model\.gguf is no whole GGUF file"):
+    with quickly(), pytest.raises(ConfigError, match=r"model\.gguf is not a complete GGUF file"):
         make_model(build({"model": {"hf": str(path), "context": 11}}))
 
 

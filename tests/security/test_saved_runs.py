@@ -313,7 +313,7 @@ def test_older_of_two_copies_of_a_run_ends_at_its_next_checkpoint(
 
     (error,) = run_ranks(config, on_row=copy_starts)
     assert isinstance(error, RunError)
-    assert "another process has gone on with run" in str(error)
+    assert "another process has continued run" in str(error)
     assert latest(url) == 2
 
 

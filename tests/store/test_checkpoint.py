@@ -405,7 +405,8 @@ def test_fallback_gives_up_where_nothing_is_whole(folder: str) -> None:
         save_alone(folder, step)
         truncate(only(folder, f"step-0000000{step}/model-*"))
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* is whole: .*step-00000006.*; .*step-00000005"
+        CheckpointError,
+        match=r"no checkpoint in .* is complete: .*step-00000006.*; .*step-00000005",
     ):
         load(folder, everything, fallback=True)
 

@@ -107,7 +107,8 @@ def test_tracker_that_cannot_begin_is_a_warning(
     tracker.log(0, {})
     tracker.close()
     assert warnings_of(caplog) == [
-        'run.trackers "fake" failed (OSError: no space left on device); the run goes on without it'
+        'run.trackers "fake" failed (OSError: no space left on device); the run continues without '
+        "it"
     ]
 
 

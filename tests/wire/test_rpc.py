@@ -137,8 +137,8 @@ def test_token_in_the_clear_is_reported_outside_loopback(
         open_channel(address, Security("open sesame")).close()
     said = [record.message for record in caplog.records]
     assert len(said) == warns
-    assert all("the token goes in clear to" in line for line in said)
-    assert all("the secrets with which connections that broke are dialled" in s for s in said)
+    assert all("the token is sent in the clear to" in line for line in said)
+    assert all("the secrets with which broken connections are opened" in s for s in said)
     assert "open sesame" not in caplog.text
     caplog.clear()
     open_channel(address, Security()).close()
