@@ -58,7 +58,7 @@ def test_file_is_printed_as_json(job: str) -> None:
         (["JOB", "-o", "train.steps"], "dpipe: override 'train.steps' must look like section.key"),
         (["JOB", "-o", "train.stps=5"], "unknown key 'train.stps'; did you mean 'steps'?"),
         (["JOB", "-o", "train.steps=0"], "train.steps: Input should be greater than or equal to 1"),
-        (["JOB", "--markdown"], "--markdown goes without CONFIG"),
+        (["JOB", "--markdown"], "--markdown cannot be combined with CONFIG"),
         (["--markdown", "--json"], "--markdown cannot be combined with CONFIG or --json"),
         (["-o", "train.steps=5"], "-o overrides a key of a file: name CONFIG"),
     ],

@@ -158,7 +158,7 @@ def test_every_key_of_a_usual_file_is_mapped_or_named(name) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_rate": "fast"}, "learning_rate 'fast' is not what axolotl takes"),
+        ({"learning_rate": "fast"}, "learning_rate 'fast' is not a value that axolotl takes"),
         ({"datasets": "chats"}, "datasets 'chats' must be a list of tables"),
         ({"micro_batch_size": "two"}, "micro_batch_size 'two' must be counts"),
     ],

@@ -39,7 +39,9 @@ def test_folder_of_splits_asks_for_one(tmp_path):
     with pytest.raises(DataError, match="name a split: .*saved/test, .*saved/train"):
         prepared(tmp_path, files=(str(tmp_path / "saved"),))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no folder that Dataset.save_to_disk has written, or name"):
+    with pytest.raises(
+        DataError, match="not a folder that Dataset.save_to_disk has written, or name"
+    ):
         prepared(tmp_path, files=(str(tmp_path / "empty"),))
 
 
@@ -88,7 +90,7 @@ def test_split_of_the_hub_is_fetched_alone(hub, tmp_path):
     ("name", "message"),
     [
         ("org/chats:valid", "no file of org/chats begins with 'valid'"),
-        ("org/none:train", "does not have it, and it is not complete in the cache"),
+        ("org/none:train", "does not have it, and the cache not all of it"),
         ("chats", 'must be "org/name:split"'),
     ],
 )

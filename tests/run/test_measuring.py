@@ -81,7 +81,7 @@ def test_two_processes_measure_each_other(tmp_path: Path, warm_python: str) -> N
         (("--alone", "--out", "there.toml"), "there.toml exists, and may have been edited by hand"),
         (("--alone", "--out", "no/m.toml"), "no/m.toml cannot be written: there is no folder no"),
         (("--alone", "-o", "model.width=17"), "model.width"),
-        (("--alone", "--rank", "0"), "--alone goes without --rank"),
+        (("--alone", "--rank", "0"), "--alone cannot be combined with --rank"),
         (("--rank", "0"), "--rank, --world-size and --coordinator go together"),
         (("--alone", "--name", "a b"), "--name 'a b'"),
     ],

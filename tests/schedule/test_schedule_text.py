@@ -56,7 +56,7 @@ def test_csv_round_trips(schedule):
         ("", "the stages of a CSV must be 0, 1"),
         ("0F0,0B0\n2F0,2B0\n", r"got \(stage, rank\) \[\(0, 0\), \(2, 1\)\]"),
         ("0F0\n0B0\n", r"got \(stage, rank\) \[\(0, 0\), \(0, 1\)\]"),
-        ("0F0,0SEND_F0\n", "row 0, cell 1: 0SEND_F0 is no compute action"),
+        ("0F0,0SEND_F0\n", "row 0, cell 1: 0SEND_F0 is not a compute action"),
         ("0F0,0UNSHARD\n", "'0UNSHARD' is not an action"),
     ],
 )

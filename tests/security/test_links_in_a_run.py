@@ -56,7 +56,7 @@ def test_folder_that_is_a_link_is_not_written_into(
 def test_log_that_is_a_pipe_is_not_waited_for(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "run/logs").mkdir(parents=True)
     os.mkfifo(tmp_path / "run/logs/rank-0.log")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         open_folder(tiny(), resume=False)
 
 
