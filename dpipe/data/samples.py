@@ -248,9 +248,7 @@ def mapped(path: Path, dtype: Any) -> NDArray[Any]:
 
 
 def _damaged(folder: Path, error: object) -> DataError:
-    return DataError(
-        f"the token cache {folder} is damaged ({error}): remove it; it is then made again"
-    )
+    return DataError(f"the token cache {folder} is damaged ({error}): remove it to have it remade")
 
 
 def check_samples(samples: Samples, *, need_held_out: bool) -> None:
@@ -339,9 +337,7 @@ def sample_of(row: Row, place: str, format: str, tokenizer: ChatTokenizer) -> Sa
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
     if not any(mask[1:]):
-        raise DataError(
-            f"{place} has nothing to learn: no token after the first belongs to an answer"
-        )
+        raise DataError(f"{place} has nothing to learn: no token behind the first is an answer's")
     return ids, mask
 
 

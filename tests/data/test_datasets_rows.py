@@ -122,5 +122,5 @@ def test_damaged_cache_is_named(tmp_path):
     samples_of(tmp_path, ROWS)
     (column,) = (tmp_path / "cache").glob("samples-*/tokens")
     column.write_bytes(column.read_bytes()[:-4])
-    with pytest.raises(DataError, match="is damaged .*: remove it; it is then made again"):
+    with pytest.raises(DataError, match="is damaged .*: remove it to have it remade"):
         samples_of(tmp_path, ROWS)
