@@ -120,7 +120,7 @@ def _rows(store: TermStore, number: int) -> bytes:
             break
         for line in content.splitlines():
             # Whoever may write there may write anything.
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
+            with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 row = json.loads(line)
                 by_key.setdefault((int(row["step"]), "loss" in row), line)
     lines = [by_key[key] + b"\n" for key in sorted(by_key)]

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -82,6 +82,8 @@ from dpipe.session.stream import SocketStream
 from dpipe.store import checkpoint, identity
 from dpipe.store.checkpoint_part import PART
 from dpipe.store.run_folder import load_configuration
+from dpipe.terms import copying
+from dpipe.terms.storing import TermStore
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
@@ -230,6 +232,13 @@ def of_folder(name: str, read: Callable[[Path], object]) -> Callable[[bytes], ob
 
 def as_bytes(*values: Any) -> Callable[[], list[bytes]]:
     return lambda: [json.dumps(value).encode() for value in values]
+
+
+def _copied_rows(data: bytes) -> object:
+    """As a coordinator that takes over reads them, where somebody else could write."""
+    files = {"rows-00000.jsonl": data}
+    store = SimpleNamespace(read=lambda number, name: files.get(name))
+    return copying._rows(cast(TermStore, store), 1)
 
 
 def _text(*texts: str) -> Callable[[], list[bytes]]:
@@ -710,6 +719,16 @@ PARAMETER_SERVER = [
         (CheckpointError,),
         _average,
         ("dpipe.paramserver.journal:_read",),
+    ),
+    Decoder(
+        "rows that a coordinator has copied",
+        _copied_rows,
+        (),
+        _text(
+            '{"step": 1, "loss": 2.5}\n{"step": 2, "held_out_loss": 2.4}\n',
+            '{"step": 1e999}\n{"step": NaN}\n{"step": "x"}\n[]\n',
+        ),
+        ("dpipe.terms.copying:_rows",),
     ),
     Decoder(
         "snapshot in a journal",
