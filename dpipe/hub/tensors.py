@@ -126,7 +126,8 @@ class GgufWeights:
             values = dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(
-                f"{file_name} cannot be read from the GGUF file: {error}"
+                f"{file_name} of the GGUF file cannot be read ({error}): give a file of another "
+                "quantisation, such as Q8_0 or F16, or the safetensors of this model"
             ) from None
         # llama.cpp keeps some matrices in another order of rows.
         result = self._processor.process(

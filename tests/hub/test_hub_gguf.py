@@ -97,3 +97,15 @@ def test_file_that_is_cut_short_is_named(model):
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match=r"model-Q8_0.gguf is not a complete GGUF file"):
         materialise(layered, 1, 0, "cpu")
+
+
+def test_tensor_of_a_kind_that_is_not_read_is_named(model, monkeypatch):
+    path, _ = model
+    layered = make_model(build({"model": {"hf": str(path), "context": 12}}))
+
+    def refuse(data, kind):
+        raise NotImplementedError(f"Dequantization for {kind.name} is not yet implemented")
+
+    monkeypatch.setattr(gguf, "dequantize", refuse)
+    with pytest.raises(CheckpointError, match=r"token_embd.* cannot be read .*such as Q8_0 or F16"):
+        materialise(layered, 0, 0, "cpu")
