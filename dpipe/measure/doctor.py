@@ -32,7 +32,7 @@ EXTRAS = {  # the package of each that shows whether it is installed
     "watch": "starlette",
     "prometheus": "prometheus_client",
     "wandb": "wandb",
-    "mlflow": "mlflow",
+    "mlflow": "mlflow-skinny",  # which the whole mlflow brings as well
     "otel": "opentelemetry-sdk",
 }
 _SYSCTL = Path("/proc/sys/net/ipv4")
