@@ -53,7 +53,12 @@ def test_release_trains_outside_the_checkout(tmp_path):
     # The standard library's way to unpack safely is not in Python 3.11.0 to 3.11.3.
     subprocess.run(["tar", "-xf", archive, "-C", tmp_path], check=True, timeout=60)
     (unpacked,) = tmp_path.glob("dpipe-*")
-    for name in ("scripts/demo", "scripts/quickstart.toml", "docs/first-run.md"):
+    for name in (
+        "scripts/demo",
+        "scripts/quickstart.toml",
+        "docs/first-run.md",
+        "tests/security/decoders.py",  # which scripts/docs was without
+    ):
         assert (unpacked / name).is_file()
     build(unpacked, "bdist_wheel")
     (wheel,) = (unpacked / "dist").glob("*.whl")
@@ -95,7 +100,7 @@ def copied_source(tmp_path):
         "SECURITY.md",
     ):
         shutil.copy(ROOT / name, source)
-    for folder in ("protos", "dpipe", "netem", "docs", "scripts"):
+    for folder in ("protos", "dpipe", "netem", "docs", "scripts", "tests"):
         shutil.copytree(ROOT / folder, source / folder, ignore=leave_out)
     return source
 

@@ -256,3 +256,20 @@ def test_how_long_a_thread_that_wakes_waits_for_a_core() -> None:
     _, _, section = text_of(RESULTS).partition(f"## {title}")
     assert f"{sum(line['wakes'] for line in both) / num_exchanges:.0f} times" in section
     assert f"{waits_ms / num_exchanges:.1f} ms an exchange" in section
+
+
+def test_what_it_costs_a_run_to_be_watched() -> None:
+    kept = lines_of("watching")
+    rows = []
+    for line in kept:
+        cells = [str(line["pages"]), str(line["turns"])]
+        for name in ("time", "processor_time"):
+            first, third = line[f"{name}_quartiles"]
+            cells.append(f"{line[name]:.3f} ({first:.3f}, {third:.3f})")
+        rows.append([*cells, f"{line['watcher_share_of_a_core']:.1%} of a core"])
+    page = DOCS / "watching.md"
+    assert table("What it costs the run", page) == rows
+    command = f"`scripts/watching.py --turns {kept[0]['turns']} --steps {kept[0]['steps']} --out"
+    assert command in text_of(page)
+    assert kept[0]["date"] in text_of(page)
+    assert f"on {kept[0]['cores']} cores" in text_of(page)
