@@ -109,7 +109,7 @@ class RunFolder:
         self._planned: _Later[_Planned] = _Later(self._threads)
         self._traced: _Later[_Traced] = _Later(self._threads)
         # Read again where the file is another: a resumed run may change it.
-        self._config_stamp: Hashable = None
+        self._config_stamp: Hashable = "not looked at"
         self._config: Config | None = None
         self._config_note = ""
 
@@ -160,7 +160,7 @@ class RunFolder:
 
 def _load(folder: Path, *, trust_code: bool) -> tuple[Config | None, str]:
     if not (folder / "config.json").exists():
-        return None, ""
+        return None, f"{folder} has no config.json: no run has begun in this folder."
     try:
         return load_configuration(folder, trust_code=trust_code), ""
     except DpipeError as error:

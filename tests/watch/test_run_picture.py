@@ -221,6 +221,17 @@ def test_damaged_configuration_is_said_and_points_are_shown(tmp_path: Path) -> N
     assert "not the folder of a run" in picture.notes[0]
 
 
+def test_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    """A folder named by mistake waited for its first step without a word."""
+    source = RunFolder(tmp_path)
+    assert "no run has begun in this folder" in source.poll().notes[0]
+    write_config(tmp_path / "run")
+    (tmp_path / "run/config.json").rename(tmp_path / "config.json")
+    notes = source.poll().notes
+    source.close()
+    assert not notes
+
+
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run; give a run\.folder"):
         RunFolder(tmp_path / "absent")
