@@ -50,8 +50,10 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Write the masters, rounded, to the parameters."""
-        # All in one call: on a GPU a copy of each would be a kernel of its own.
-        torch._foreach_copy_(self._working, self._masters)
+        # All in one call: on a GPU a copy of each would be a kernel of its own. There may be none:
+        # in a stage of frozen layers nothing learns.
+        if self._working:
+            torch._foreach_copy_(self._working, self._masters)
 
     def forget(self) -> None:
         """Drop gradients that were not collected."""

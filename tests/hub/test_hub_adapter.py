@@ -108,3 +108,13 @@ def test_modules_that_are_not_there_are_refused_with_the_nearest_names(tmp_path)
     folder = published.save("llama", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"q_projj cannot be adapted.*did you mean .*q_proj"):
         make_model(config_of(folder, target_modules=["q_projj"]))
+
+
+def test_layer_in_which_nothing_learns_is_stepped_in_half_precision(tmp_path):
+    """As `dpipe measure` does, which times each layer alone."""
+    model = make_model(config_of(published.save("llama", tmp_path / "model")))
+    embedding, _ = truth.stages_of(model, (1, 5), parameters="bf16")
+    embedding.zero_grad()
+    embedding.begin_step(1)
+    (x,) = embedding.forward(0, (published.tokens(),))
+    assert x.dtype is torch.bfloat16
