@@ -96,6 +96,10 @@ class _Trial:
         generator = torch.Generator().manual_seed(self.config.train.seed)
         vocabulary = vocabulary_of(self.config)
         tokens = torch.randint(vocabulary, shape, generator=generator)
+        if self.config.data.has_samples:  # one that fills the sequence, and how much of it learns
+            positions = torch.arange(model.context, dtype=torch.int32).expand(shape)
+            counts = torch.full((self.micro_batch_size, 1), tokens.numel())
+            return (tokens, positions), torch.cat([tokens, counts], 1)
         if not model.family.reads_pairs:
             return (tokens,), tokens
         masked = torch.rand(shape, generator=generator) < _MASKED
