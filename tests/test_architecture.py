@@ -3,12 +3,10 @@ the rooms as a dict.
 """
 
 import ast
-import io
 import re
 import shutil
 import subprocess
 import sys
-import tokenize
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from support.tokens import lines_of_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {"choices", "disk", "errors", "ranks", "streams", "toml"}
@@ -195,18 +194,6 @@ def libraries_of(name: str) -> set[str]:
 
 
 @cache
-def lines_of_tokens(text: str) -> tuple[list[int], list[int]]:
-    """The line of each token of code, and of each comment."""
-    code = []
-    comments = []
-    for kind, _, start, _, _ in tokenize.generate_tokens(io.StringIO(text).readline):
-        if kind in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
-            code.append(start[0])
-        elif kind == tokenize.COMMENT:
-            comments.append(start[0])
-    return code, comments
-
-
 def room_of(name: str) -> str:
     return name.split("/")[0].removesuffix(".py")
 

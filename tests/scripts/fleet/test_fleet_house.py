@@ -3,13 +3,12 @@ machines'.
 """
 
 import ast
-import io
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
+from support.tokens import lines_of_tokens
 
 FLEET = Path(__file__).resolve().parents[3] / "scripts/fleet"
 SOURCES = sorted(FLEET.glob("*.py"))
@@ -17,12 +16,7 @@ SOURCES = sorted(FLEET.glob("*.py"))
 
 def num_tokens(text: str, function: ast.FunctionDef) -> int:
     """Names, operators and literals, as tests/test_architecture.py counts them in dpipe."""
-    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
-    lines = [
-        token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type in kinds
-    ]
+    lines, _ = lines_of_tokens(text)
     return sum(function.lineno <= line <= function.end_lineno for line in lines)
 
 
