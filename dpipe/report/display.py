@@ -50,7 +50,8 @@ class _Lasting(io.TextIOBase):
 
     def _try(self, act: Callable[[TextIO], object]) -> None:
         stream = self._stream
-        if stream is None:
+        # Who closed it wants nothing more of it; Python flushes once more as it is collected.
+        if stream is None or stream.closed:
             return
         try:
             # A broken pipe and a full disk alike: what is shown is worth no run.

@@ -77,6 +77,17 @@ def test_output_that_is_full_is_given_up_with_one_warning(
     ]
 
 
+def test_output_that_was_closed_is_left_alone(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    """Python 3.13 flushes what is collected, and warns of an error there."""
+    with open(tmp_path / "out.txt", "w") as closed:
+        out = lasting(closed)
+        out.write("a line")
+    out.write("another")
+    out.flush()
+    assert not caplog.records
+    assert (tmp_path / "out.txt").read_text() == "a line"
+
+
 def test_output_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     """By default rich would end the process."""
     reader, writer = os.pipe()
