@@ -62,7 +62,7 @@ class _Lasting(io.TextIOBase):
             LOG.warning(
                 "cannot write to %s (%s): the run continues, and nothing more is shown",
                 stream.name,
-                error,
+                str(error),  # as a text: who keeps the record would keep the stream open
             )
 
 
