@@ -30,6 +30,21 @@ def logits(model):
         return model.eval()(input_ids=published.tokens()).logits
 
 
+def trained(model):
+    """The parameters that learn, changed at random, by name; and the logits with them."""
+    layers = [materialise(model, index, 0, "cpu").eval() for index in range(6)]
+    tensors = {}
+    with torch.no_grad():
+        for index, layer in enumerate(layers):
+            for name, parameter in layer.named_parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+                tensors[f"layers.{index}.{name}"] = parameter
+        x = published.tokens()
+        for layer in layers:
+            x = layer(x)
+    return tensors, x
+
+
 @pytest.mark.parametrize("family", ["smollm2", "gpt2", "mixtral", "gemma3"])
 def test_untrained_model_comes_back_to_the_bit(family, tmp_path):
     folder = published.save(family, tmp_path / "model")
@@ -46,17 +61,7 @@ def test_adapter_goes_to_peft_and_merged_to_transformers(tmp_path):
     folder = published.save("llama", tmp_path / "model")
     published.save_tokenizer(folder)
     config = config_of(folder)
-    model = make_model(config)
-    layers = [materialise(model, index, 0, "cpu").eval() for index in range(6)]
-    tensors = {}
-    with torch.no_grad():
-        for index, layer in enumerate(layers):
-            for name, parameter in layer.named_parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
-                tensors[f"layers.{index}.{name}"] = parameter
-        x = published.tokens()
-        for layer in layers:
-            x = layer(x)
+    tensors, x = trained(make_model(config))
     save_checkpoint(tmp_path / "checkpoints", tensors)
     url = str(tmp_path / "checkpoints")
     assert export.export_run(config, url, tmp_path / "adapter", only_adapter=True) == 3
