@@ -80,7 +80,7 @@ class PipelineConfig(Section):
     largest that costs no time on predict.network."""
 
     wire_allowed: tuple[FormatName, ...] = ()
-    """The formats that wire = "auto" may choose from: those whose effect you accept."""
+    """The formats that wire = "auto" may choose: those whose effect on the loss you accept."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -99,9 +99,9 @@ _KEYS = {
     "peft_use_rslora": Counterpart("adapter.rslora"),
     "sample_packing": Counterpart("data.packing"),
     "excess_length_strategy": Counterpart("data.too_long", _TOO_LONG.get),
-    # A share; above 1 it is a number of samples, which dpipe does not have.
     "streaming": Counterpart("data.streaming"),
     "dataset_prepared_path": Counterpart("data.cache"),
+    # A share; above 1 it is a number of samples, which dpipe does not have.
     "val_set_size": Counterpart("data.held_out", lambda size: size if 0 <= size < 1 else None),
     # What is accumulated there is what a pipeline has in flight.
     "gradient_accumulation_steps": Counterpart("train.num_microbatches"),
@@ -215,8 +215,12 @@ def _converted(name: str, value: Any) -> Any:
     """None where there is nothing like it."""
     if name not in _KEYS:
         return None
+    return _changed(name, value, _KEYS[name].change)
+
+
+def _changed(name: str, value: Any, change: Callable[[Any], Any]) -> Any:
     try:
-        return _KEYS[name].change(value)
+        return change(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} {value!r:.80} is not a value that axolotl takes there") from None
 
@@ -242,7 +246,8 @@ def _batches(table: Table, theirs: Mapping[str, Any]) -> None:
     share = theirs.get("cosine_min_lr_ratio")
     if share:
         highest = table["train"].get("learning_rate", 0.0)
-        _set(table, "train.min_learning_rate", _as_float("cosine_min_lr_ratio", share) * highest)
+        lowest = _changed("cosine_min_lr_ratio", share, float) * highest
+        _set(table, "train.min_learning_rate", lowest)
 
 
 def _shuffle(table: Table, theirs: Mapping[str, Any]) -> None:
@@ -288,7 +293,9 @@ def _held_out(table: Table, theirs: Mapping[str, Any]) -> list[str]:
         found = _files(each)
         files += found
         if not found:
-            left_out.append(f"test_datasets: {each.get('path')} is no file: fetch it, and name it")
+            left_out.append(
+                f"test_datasets: {each.get('path')} is not a file: download it, and name it"
+            )
     if files:
         _set(table, "data.held_out", files)
     for key in ("eval_every", "patience"):
@@ -321,13 +328,6 @@ def _left_out_of(source: Mapping[str, Any], key: str) -> Iterator[str]:
         if value is not None and allowed is not None and value not in allowed:
             path = source.get("path")
             yield f"{key}: {name} = {value!r:.80} of {path} has no counterpart"
-
-
-def _as_float(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} {value!r:.80} is not what axolotl takes there") from None
 
 
 def _text(table: Table) -> str:
