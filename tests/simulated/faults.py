@@ -36,9 +36,14 @@ def _run(cluster: SimulatedCluster) -> None:
         cluster.clock.after(chance.uniform(0.0, 2.0), cluster.start_machine)
     for _ in range(chance.randrange(1, 6)):
         fault = chance.choice(FAULTS)
-        cluster.clock.after(chance.uniform(0.0, _FAULTS_S), _befall, cluster, fault)
+        cluster.clock.after(chance.uniform(0.0, _FAULTS_S), befall, cluster, fault)
     cluster.clock.after(_FAULTS_S, _heal, cluster)
     cluster.clock.run(_FAULTS_S + _HEALED_S, lambda: _is_over(cluster))
+    check_end(cluster)
+
+
+def check_end(cluster: SimulatedCluster) -> None:
+    """Raises `BrokenPromise` unless the run is over, and all that it has made is one truth."""
     if not cluster.journal.is_over:
         raise BrokenPromise(f"the run is not over after {cluster.clock.now:.0f} s")
     if cluster.journal.failure is not None:
@@ -50,7 +55,7 @@ def _is_over(cluster: SimulatedCluster) -> bool:
     return cluster.journal.is_over
 
 
-def _befall(cluster: SimulatedCluster, fault: Callable[[SimulatedCluster], None]) -> None:
+def befall(cluster: SimulatedCluster, fault: Callable[..., None]) -> None:
     if not cluster.journal.is_over:
         cluster.note(f"-- {fault.__name__.strip('_').replace('_', ' ')}")
         fault(cluster)

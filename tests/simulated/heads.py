@@ -22,6 +22,7 @@ from dpipe.terms.policy import Choice, Tenure, TermLease, TermTimes, TermWatch
 from dpipe.terms.records import HolderBeat
 from simulated.cluster import SimulatedCluster
 from simulated.faults import FAULTS as MACHINE_FAULTS
+from simulated.faults import befall, check_end
 from simulated.head import EpochServer, Head, Journal
 from simulated.machine import Machine, Work
 from simulated.truth import BrokenPromise
@@ -486,23 +487,13 @@ def _run(cluster: TwoHeads) -> None:
         cluster.clock.after(chance.uniform(0.0, 2.0), cluster.start_machine)
     others = [fault for fault in MACHINE_FAULTS if fault.__name__ != _SINGLE]
     for _ in range(chance.randrange(1, 4)):
-        cluster.clock.after(chance.uniform(0.0, 15.0), _befall, cluster, chance.choice(others))
+        cluster.clock.after(chance.uniform(0.0, 15.0), befall, cluster, chance.choice(others))
     for _ in range(chance.randrange(1, 4)):
         fault = chance.choice(HEAD_FAULTS)
-        cluster.clock.after(chance.uniform(0.0, 15.0), _befall, cluster, fault)
+        cluster.clock.after(chance.uniform(0.0, 15.0), befall, cluster, fault)
     cluster.clock.after(_FAULTS_S, _heal, cluster)
     cluster.clock.run(_FAULTS_S + _HEALED_S, lambda: cluster.journal.is_over)
-    if not cluster.journal.is_over:
-        raise BrokenPromise(f"the run is not over after {cluster.clock.now:.0f} s")
-    if cluster.journal.failure is not None:
-        raise BrokenPromise(f"the run has failed: {cluster.journal.failure}")
-    cluster.truth.finished(cluster.num_steps)
-
-
-def _befall(cluster: TwoHeads, fault: Callable[..., None]) -> None:
-    if not cluster.journal.is_over:
-        cluster.note(f"-- {fault.__name__.strip('_').replace('_', ' ')}")
-        fault(cluster)
+    check_end(cluster)
 
 
 def _heal(cluster: TwoHeads) -> None:
