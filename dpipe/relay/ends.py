@@ -171,7 +171,8 @@ class _Call:
         dial_relay: Any = channel.stream_stream(METHOD)
         self.messages: Any = dial_relay(self._outgoing(), metadata=metadata)
         # Whoever waits for a connection of a stream that is over is woken.
-        self.messages.add_callback(self.local.cancel)
+        if self.messages.add_callback(self.local.cancel) is False:
+            self.local.cancel()
 
     def _outgoing(self) -> Iterator[bytes]:
         with suppress(OSError, CancelledError):
