@@ -1,13 +1,14 @@
 """GPT-3 XL in 12 stages under GPipe by micro-batch and network: rows that the simulator was not
 fitted to.
 
-The system is that of gpt3xl_gpipe_network, some months earlier: the same time per sequence and
-stage, and the same networks (tcp.py).
+The system is that of gpt3xl_gpipe_network, some months earlier: the same time of a stage with one
+sequence, and the same networks (tcp.py), but for their frames. Several sequences at once take less
+than as many times that of one (waves.py).
 """
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from dpipe.schedule.generate import generate
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
-from tables import tcp
+from tables import tcp, waves
 from tables.form import Parameter
 
 MODES = ("sim",)
 NUM_STAGES = 12
 BATCH = 48
-MESSAGE_BYTES = 2048 * 2048 * 4  # sequence x width in fp32, of one sequence
+SEQUENCE = WIDTH = 2048
+MESSAGE_BYTES = SEQUENCE * WIDTH * 4  # in fp32, of one sequence
 
 FORWARD_MS = Parameter(
     "forward of a stage, a sequence", 66, "ms", "fitted on the first row of gpt3xl_gpipe_network"
@@ -30,7 +32,13 @@ FORWARD_MS = Parameter(
 BACKWARD_MS = Parameter(
     "backward", 132, "ms", "assumed: twice the forward, as many times the multiplications"
 )
-PARAMETERS = (FORWARD_MS, BACKWARD_MS, *tcp.PARAMETERS)
+PARAMETERS = (
+    FORWARD_MS,
+    BACKWARD_MS,
+    *tcp.STANDARD.parameters,
+    *tcp.PARAMETERS,
+    *waves.PARAMETERS,
+)
 
 
 @dataclass(frozen=True)
@@ -52,50 +60,72 @@ def simulated(source: Path) -> list[Row]:
 
 def _row(line: dict[str, str]) -> Row:
     micro_batch = int(line["micro_batch"])
-    link = Link(float(line["delay_ms"]), float(line["bandwidth_gbps"]))
+    delay_ms = float(line["delay_ms"])
+    bandwidth_gbps = float(line["bandwidth_gbps"])
     published = float(line["seconds"])
-    predicted = step_s(link, micro_batch)
+    predicted = step_s(Link(delay_ms, bandwidth_gbps), micro_batch)
     return Row(
-        link.delay_ms,
-        link.bandwidth_gbps,
+        delay_ms,
+        bandwidth_gbps,
         micro_batch,
         published,
         round(predicted, 2),
-        round((predicted / published - 1) * 100, 1) + 0.0,  # no minus zero
+        _error(predicted, published),
     )
 
 
-def step_s(link: Link, micro_batch: int) -> float:
+def _error(predicted: float, published: float) -> float:
+    return round((predicted / published - 1) * 100, 1) + 0.0  # no minus zero
+
+
+def step_s(
+    link: Link,
+    micro_batch: int,
+    *,
+    frames: tcp.Frames = tcp.STANDARD,
+    in_waves: bool = True,
+) -> float:
+    """Seconds; without `in_waves`, every sequence of a micro-batch takes as long as one alone."""
     message_bytes = MESSAGE_BYTES * micro_batch
-    cost = Cost.uniform(
-        NUM_STAGES,
-        FORWARD_MS.value * 1e3 * micro_batch,
-        BACKWARD_MS.value * 1e3 * micro_batch,
-        message_bytes,
-    )
-    network = Network("published", tcp.after_quiet(link, message_bytes))
+    cost = Cost.uniform(NUM_STAGES, *stage_us(micro_batch, in_waves), message_bytes)
+    network = Network("published", tcp.after_quiet(link, message_bytes, frames))
     schedule = generate("gpipe", NUM_STAGES, BATCH // micro_batch)
     return simulate_alone(Scenario(schedule, cost, network)).duration_us / 1e6
 
 
-def computing_s(micro_batch: int) -> float:
-    """A step without a network: the least that any row of this micro-batch may be predicted."""
-    pipeline_us = (FORWARD_MS.value + BACKWARD_MS.value) * 1e3 * micro_batch
-    return (BATCH // micro_batch + NUM_STAGES - 1) * pipeline_us / 1e6
+def stage_us(micro_batch: int, in_waves: bool) -> tuple[float, float]:
+    """Forward and backward."""
+    forward_us = FORWARD_MS.value * 1e3
+    backward_us = BACKWARD_MS.value * 1e3
+    if not in_waves:
+        return forward_us * micro_batch, backward_us * micro_batch
+    one = waves.layer(SEQUENCE, WIDTH, 1)
+    several = waves.layer(SEQUENCE, WIDTH, micro_batch)
+    forward_us *= several.forward / one.forward
+    backward_us *= several.backward / one.backward
+    return forward_us, backward_us
 
 
 def note(rows: Sequence[Row]) -> str:
-    largest = max(row.micro_batch for row in rows)
-    without = [row for row in rows if row.micro_batch < largest and row.bandwidth_gbps > 1]
-    computing = computing_s(largest)
-    quickest = min(row.published_s for row in rows if row.micro_batch == largest)
-    more = (computing / quickest - 1) * 100
+    jumbo = _otherwise(rows, frames=tcp.JUMBO)
+    evenly = _otherwise(rows, in_waves=False)
+    neither = _otherwise(rows, frames=tcp.JUMBO, in_waves=False)
     return (
-        f"{len(rows)} rows, none of them fitted: {_errors(rows)}. Computing alone is predicted to "
-        f"take {computing:.2f} s with micro-batch {largest}, {more:.1f} % more than its quickest "
-        f"row took with a network. Without that micro-batch, and above 1 Gbit/s: {len(without)} "
-        f"rows, {_errors(without)}."
+        f"{len(rows)} rows, no number fitted, the frame chosen of two by them: {_errors(rows)}. "
+        f"With the frames of the table at the top: {_errors(jumbo)}. With as much time for every "
+        f"sequence of a micro-batch: {_errors(evenly)}. With both: {_errors(neither)}."
     )
+
+
+def _otherwise(rows: Sequence[Row], **differs: Any) -> list[Row]:
+    """The same rows as another model predicts them."""
+    others = []
+    for row in rows:
+        link = Link(row.delay_ms, row.bandwidth_gbps)
+        predicted = step_s(link, row.micro_batch, **differs)
+        error = _error(predicted, row.published_s)
+        others.append(replace(row, predicted_s=predicted, error_percent=error))
+    return others
 
 
 def _errors(rows: Sequence[Row]) -> str:

@@ -11,16 +11,34 @@ In a step of GPipe it slows the first message of every hop, in each direction. T
 follow closely and are late by the same time.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dpipe.network.link import Link
 from tables.form import Parameter
 
-FRAME_BYTES = Parameter(
-    "Ethernet frame", 9015, "bytes", "nominal: AWS's MTU within a region, 9001, and its header"
+
+@dataclass(frozen=True)
+class Frames:
+    """What a network carries at a time, and the messages' share of it."""
+
+    frame_bytes: Parameter
+    payload_bytes: Parameter
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self.frame_bytes, self.payload_bytes
+
+
+_PAYLOAD = "nominal: what IP and TCP with timestamps leave of it"
+JUMBO = Frames(
+    Parameter(
+        "Ethernet frame", 9015, "bytes", "nominal: AWS's MTU within a region, 9001, and its header"
+    ),
+    Parameter("payload of a frame", 8949, "bytes", _PAYLOAD),
 )
-PAYLOAD_BYTES = Parameter(
-    "payload of a frame", 8949, "bytes", "nominal: what IP and TCP with timestamps leave of it"
+STANDARD = Frames(
+    Parameter("Ethernet frame", 1514, "bytes", "deduced from all rows: of the two usual MTUs 1500"),
+    Parameter("payload of a frame", 1448, "bytes", _PAYLOAD),
 )
 SOCKETS = Parameter(
     "sockets of a hop", 16, "", "nominal: NCCL's default on AWS, 2 threads of 8 sockets"
@@ -28,26 +46,26 @@ SOCKETS = Parameter(
 FIRST_SEGMENTS = Parameter(
     "segments that a quiet socket begins with", 10, "", "nominal: Linux, RFC 6928"
 )
-PARAMETERS = (FRAME_BYTES, PAYLOAD_BYTES, SOCKETS, FIRST_SEGMENTS)
+PARAMETERS = (SOCKETS, FIRST_SEGMENTS)
 
 
-def for_payload(link: Link) -> Link:
+def for_payload(link: Link, frames: Frames = JUMBO) -> Link:
     """`link` as messages see it: netem's rate includes the headers of packets."""
-    share = PAYLOAD_BYTES.value / FRAME_BYTES.value
+    share = frames.payload_bytes.value / frames.frame_bytes.value
     return replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
 
 
-def after_quiet(link: Link, num_bytes: int) -> Link:
+def after_quiet(link: Link, num_bytes: int, frames: Frames = JUMBO) -> Link:
     """`link` for a message of `num_bytes` of the published systems, with the start-up as delay."""
-    link = replace(for_payload(link), window_bytes=None)
-    return replace(link, delay_ms=link.delay_ms + start_up_ms(link, num_bytes))
+    link = replace(for_payload(link, frames), window_bytes=None)
+    return replace(link, delay_ms=link.delay_ms + start_up_ms(link, num_bytes, frames))
 
 
-def start_up_ms(link: Link, num_bytes: int) -> float:
+def start_up_ms(link: Link, num_bytes: int, frames: Frames = JUMBO) -> float:
     """How much later the message arrives than over connections that fill the link at once."""
     round_trip_ms = 2 * link.delay_ms
     bytes_a_ms = link.bandwidth_gbps * 1e6 / 8
-    window = SOCKETS.value * FIRST_SEGMENTS.value * PAYLOAD_BYTES.value
+    window = SOCKETS.value * FIRST_SEGMENTS.value * frames.payload_bytes.value
     sent = 0.0
     taken_ms = 0.0
     while sent < num_bytes and window < bytes_a_ms * round_trip_ms:
