@@ -79,13 +79,7 @@ PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
 CENTRAL, ALL_REDUCE, LOCAL_SGD = "central", "all-reduce", "local-sgd"
 INNER_STEPS = 100  # of local SGD, between two exchanges
 PIECE_BYTES = Parameter("piece that a reduce passes on", 2**22, "bytes", "nominal: NCCL's buffer")
-PARAMETERS = (
-    micro_batches.FORWARD_MS,
-    micro_batches.BACKWARD_MS,
-    *tcp.JUMBO.parameters,
-    *tcp.PARAMETERS,
-    PIECE_BYTES,
-)
+PARAMETERS = (*micro_batches.STAGE, *tcp.JUMBO.parameters, *tcp.PARAMETERS, PIECE_BYTES)
 NUM_PARTS = 16  # of a stage, for dpipe's own exchanges
 
 

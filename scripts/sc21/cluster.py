@@ -17,6 +17,7 @@ from tables.devices import A100_FP16_TERAFLOPS, A100_MEMORY_RATE, DeviceParamete
 from tables.form import Parameter
 from tables.iteration import Job, pipeline_s, stage_cost, update_s
 from tables.megatron import Device, layer_parameters, rank_memory
+from tables.waves import A100_FP16
 
 from dpipe.network.link import Link
 from sc21.case import Case
@@ -71,10 +72,11 @@ A100 = DeviceParameters(
         "all-reduce in the machine", 235, "GB/s", "assumed: what nccl-tests reach of NVLink's 300"
     ),
     # Fitted on the row that has only data parallelism.
-    Parameter("share of both that kernels reach", 0.728, "", "fitted on 1.7 of table 1"),
+    Parameter("share of both that kernels reach", 0.738, "", "fitted on 1.7 of table 1"),
     host_us=Parameter("host, for an operation", 20, "us", _SELDOM),
     collective_us=Parameter("host, for a collective", 40, "us", _SELDOM),
     checkpoint_us=Parameter("host, for what is recomputed", 100, "us", _SELDOM),
+    tiles=A100_FP16,
 )
 CARD_RATE = Parameter("network card of each GPU, each way", 25, "GB/s", "nominal: 200 Gbit/s")
 PARAMETERS = (*A100.all, CARD_RATE)

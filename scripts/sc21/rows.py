@@ -62,7 +62,7 @@ def row_of(case: Case, seconds: float, memory_gb: float | None) -> Row:
         memory_gb,
         None if memory_gb is None else memory_gb * 1e9 <= A100_BYTES,
         case.published,
-        None if case.published is None else round((done / case.published - 1) * 100, 1),
+        None if case.published is None else round((done / case.published - 1) * 100, 1) + 0.0,
         case.fitted,
     )
 

@@ -2,7 +2,7 @@
 
 micro_batches.py          GPT-3 XL under GPipe by micro-batch and network
 tcp.py                    TCP's slow start on the published networks
-waves.py                  a layer on a GPU that computes in waves of tiles
+waves.py                  products on a GPU, which computes them in waves of tiles
 megatron.py               a model of Megatron-LM: memory of a rank, time of a layer
 devices.py                GPUs: nominal figures, and the assumptions of a table
 megatron_memory_time.py   BERT and GPT-2 345M by sequence length and strategy: memory, relative time

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tables.form import Parameter
 from tables.megatron import Device
+from tables.waves import Tiles
 
 V100_FP32_TERAFLOPS = Parameter("V100 in fp32", 15.7, "TFLOP/s", "nominal")
 V100_FP16_TERAFLOPS = Parameter("V100 in fp16", 125, "TFLOP/s", "nominal")
@@ -25,10 +26,12 @@ class DeviceParameters:
     host_us: Parameter
     collective_us: Parameter
     checkpoint_us: Parameter
+    tiles: Tiles | None = None  # of a product
 
     @property
     def all(self) -> tuple[Parameter, ...]:
-        return tuple(vars(self).values())
+        *own, tiles = vars(self).values()
+        return (*own, *(tiles.parameters if tiles else ()))
 
     def device(self) -> Device:
         return Device(
@@ -40,4 +43,5 @@ class DeviceParameters:
             host_us=self.host_us.value,
             host_collective_us=self.collective_us.value,
             host_checkpoint_us=self.checkpoint_us.value,
+            tiles=self.tiles,
         )

@@ -18,6 +18,7 @@ from typing import Literal, assert_never
 
 from dpipe.memory.walk import LayerMemory, RankMemory, peak_memory
 from dpipe.schedule.generate import generate
+from tables.waves import Passes, Tiles, products
 
 Strategy = Literal[
     "baseline",
@@ -190,6 +191,7 @@ class Device:
     # To save and restore the random numbers' state around what is recomputed.
     host_checkpoint_us: float = 0.0
     collective_latency_us: float = 0.0  # of an all-reduce, or of two halves of one
+    tiles: Tiles | None = None  # of a product; None: as if every wave were full
 
     def kernel_us(self, operations: float = 0.0, moved_bytes: float = 0.0) -> float:
         compute = operations / (self.teraflops * self.efficiency * 1e6)
@@ -209,7 +211,11 @@ def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[
     """Forward and backward of one layer and micro-batch: what the device takes, or the host where
     that is more.
     """
-    core, rest = _core_us(shape, t, device), _rest_us(shape, t, strategy, device)
+    core = _core_us(shape, t, device)
+    traffic = _traffic_us(shape, t, strategy, device)
+    computed = _products_us(shape, t, device)
+    ahead = core + computed.forward + traffic
+    back = 2 * core + computed.backward + 2 * traffic
     parallel, tensor = strategy.startswith("sequence"), t > 1
     collectives = (
         4 if parallel else 2
@@ -218,11 +224,11 @@ def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[
     half = device.collective_us(shape.activation_bytes * (t - 1) / t)
     moved = tensor * (4 * half + 2 * device.collective_latency_us)
     forward = max(
-        core + rest + moved, _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device)
+        ahead + moved, _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device)
     )
     operations = 1.5 * (_CORE_OPERATIONS + _OTHER_OPERATIONS)
     host = _host_us(operations, collectives + gathered, device)
-    backward = 2 * (core + rest) + moved + gathered * half
+    backward = back + moved + gathered * half
     if "selective" in strategy:
         host += _host_us(_CORE_OPERATIONS, 0, device) + device.host_checkpoint_us
         backward += core
@@ -231,7 +237,7 @@ def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[
             _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device)
             + device.host_checkpoint_us
         )
-        backward += core + rest + moved
+        backward += ahead + moved
     return forward, max(backward, host)
 
 
@@ -251,9 +257,15 @@ def _core_us(shape: Shape, t: int, device: Device) -> float:
     return sum(device.kernel_us(operations, moved) for operations, moved in traffic)
 
 
-def _rest_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> float:
-    """Four products, two norms, GELU, two sums with dropout, three transpositions."""
+def _products_us(shape: Shape, t: int, device: Device) -> Passes:
+    one_us = device.kernel_us(2 * shape.values * shape.width / t)
+    tokens = shape.sequence * shape.micro_batch
+    forward, backward = products(tokens, shape.width, t, device.tiles)
+    return Passes(one_us * forward, one_us * backward)
+
+
+def _traffic_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> float:
+    """Two norms, GELU, two sums with dropout, three transpositions."""
     v, values = shape.value_bytes, shape.values
     along = values / (t if strategy.startswith("sequence") else 1)
-    products = sum(device.kernel_us(2 * n * values * shape.width / t) for n in (3, 1, 4, 4))
-    return products + device.kernel_us(0, 11 * v * along) + device.kernel_us(0, 14 * v * values / t)
+    return device.kernel_us(0, 11 * v * along) + device.kernel_us(0, 14 * v * values / t)

@@ -32,12 +32,12 @@ FORWARD_MS = Parameter(
 BACKWARD_MS = Parameter(
     "backward", 132, "ms", "assumed: twice the forward, as many times the multiplications"
 )
+STAGE = (FORWARD_MS, BACKWARD_MS)
 PARAMETERS = (
-    FORWARD_MS,
-    BACKWARD_MS,
+    *STAGE,
     *tcp.STANDARD.parameters,
     *tcp.PARAMETERS,
-    *waves.PARAMETERS,
+    *waves.V100_FP32.parameters,
 )
 
 
@@ -95,15 +95,22 @@ def step_s(
 
 def stage_us(micro_batch: int, in_waves: bool) -> tuple[float, float]:
     """Forward and backward."""
-    forward_us = FORWARD_MS.value * 1e3
-    backward_us = BACKWARD_MS.value * 1e3
-    if not in_waves:
-        return forward_us * micro_batch, backward_us * micro_batch
-    one = waves.layer(SEQUENCE, WIDTH, 1)
-    several = waves.layer(SEQUENCE, WIDTH, micro_batch)
-    forward_us *= several.forward / one.forward
-    backward_us *= several.backward / one.backward
+    tiles = waves.V100_FP32 if in_waves else None
+    one = _layer(1, tiles)
+    several = _layer(micro_batch, tiles)
+    forward_us = FORWARD_MS.value * 1e3 * several.forward / one.forward
+    backward_us = BACKWARD_MS.value * 1e3 * several.backward / one.backward
     return forward_us, backward_us
+
+
+def _layer(micro_batch: int, tiles: waves.Tiles | None) -> waves.Passes:
+    """A layer's time, in that of one product of a sequence."""
+    products = waves.products(SEQUENCE * micro_batch, WIDTH, 1, tiles)
+    # Scores and mixing are so many products, one a head, that they fill their waves.
+    core = 2 * SEQUENCE / WIDTH
+    forward = products.forward + core
+    backward = products.backward + 2 * core
+    return waves.Passes(micro_batch * forward, micro_batch * backward)
 
 
 def note(rows: Sequence[Row]) -> str:

@@ -24,16 +24,39 @@ def test_three_sequences_fill_the_waves_that_one_and_two_leave_open(rows):
     from tables import waves
 
     width = 2048
-    open_waves = [waves.stretch(width * sequences, width) for sequences in (1, 2, 3)]
+    tiles = waves.V100_FP32
+    open_waves = [tiles.stretch(width * sequences, width) for sequences in (1, 2, 3)]
     assert open_waves == pytest.approx([320 / 256, 640 / 512, 800 / 768])
 
 
-def test_layer_is_its_products_where_every_wave_is_full(rows):
-    """12 products of width x width forward and twice as many backward, beside scores and mixing."""
+def test_products_are_twelve_and_twice_as_many_where_every_wave_is_full(rows):
     from tables import waves
 
-    full = waves.layer(sequence=128 * 160, width=128 * 160, micro_batch=1)
-    assert full == pytest.approx((12 + 2, 24 + 4))
+    size = 128 * 160
+    assert waves.products(size, size, 1, waves.V100_FP32) == pytest.approx((12, 24))
+    assert waves.products(1, size, 8, None) == (12, 24)
+
+
+def test_tensor_parallel_products_are_cut_by_columns_and_by_rows(rows):
+    """Of 8 ranks each has 768 queries, keys and values, and a perceptron of 1024."""
+    from tables import waves
+
+    tiles = waves.V100_FP32
+    forward = (
+        3 * tiles.stretch(2048, 768)
+        + tiles.stretch(2048, 2048)
+        + 4 * tiles.stretch(2048, 1024)
+        + 4 * tiles.stretch(2048, 2048)
+    )
+    assert waves.products(2048, 2048, 8, tiles).forward == pytest.approx(forward)
+
+
+def test_tiles_lie_as_is_better(rows):
+    """27,648 x 128 are one wave of 108 tiles of 256 x 128, and of 128 x 256 two, half empty."""
+    from tables import waves
+
+    assert waves.A100_FP16.stretch(27_648, 128) == 1
+    assert waves.A100_FP16.stretch(128, 27_648) == 1
 
 
 def test_one_sequence_takes_the_fitted_time_of_a_stage(rows):
