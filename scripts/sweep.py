@@ -47,7 +47,9 @@ from dpipe.config.section import Count
 from dpipe.errors import ConfigError, DpipeError, RunError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network
-from dpipe.plan.forecast import forecast
+from dpipe.plan.forecast import Forecast, ballots_over, forecast
+from dpipe.search.auto import pipeline_on
+from dpipe.search.bound import lower_bound_us
 
 
 class Runs(BaseModel):
@@ -354,8 +356,6 @@ def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]
         "mode": "real" if config.model.family.computes else "replay",
         "network": stated(cell.network),
         "venue": cell.sweep.venue,
-        "machine": f"{os.cpu_count()}-core {platform.machine()}",
-        "date": date.today().isoformat(),
         "clip_norm": config.train.clip_norm,
         "order": order_of(prediction.schedule) if cell.schedule == "auto" else None,
         "sysctl": cell.sweep.sysctl,
@@ -363,10 +363,34 @@ def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]
         "transport": config.transport.kind,
         "connections": prediction.network.connections,
         "digest": config.digest(),
-        "commit": commit,
+        **made_by(commit),
         "key": cell.key,
+        "bound_s": bound_s(config, prediction),
         **laid_out(config),
     }
+
+
+def made_by(commit: str) -> dict[str, str]:
+    return {
+        "machine": f"{os.cpu_count()}-core {platform.machine()}",
+        "date": date.today().isoformat(),
+        "commit": commit,
+    }
+
+
+def bound_s(config: Config, prediction: Forecast) -> float | None:
+    """What no order of a replay's computations and messages is below; None with replicas."""
+    if config.model.family.computes or prediction.replicas is not None:
+        return None
+    network = prediction.network
+    pipeline = pipeline_on(
+        network,
+        prediction.cost,
+        config.train.num_microbatches,
+        config.pipeline.ranks,
+        ballots=ballots_over(config, network, config.transport.shape),
+    )
+    return round(lower_bound_us(pipeline) / 1e6, 3)
 
 
 def laid_out(config: Config) -> dict[str, Any]:

@@ -10,6 +10,8 @@
         measured on a real model
     scripts/table.py gpt3xl_networks --mode replay
         the same networks and others, measured with the settings of a real training
+    scripts/table.py gpt3xl_narrow --mode replay
+        narrow links by wire format, beside the bound; so with the names of TCP as it comes
     scripts/table.py gpt3xl_gpipe_micro_batches --mode sim
         thirty rows of the same system that nothing is fitted to
     scripts/table.py megatron_memory_time --mode sim
@@ -39,7 +41,7 @@ from typing import Any
 import click
 from tables import SIMULATED, by_wire, micro_batches, replayed, tcp
 from tables import measured as on_gpus
-from tables.form import Parameter, as_text, with_parameters
+from tables.form import Parameter, as_text, put_between_marks, with_parameters
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
@@ -140,7 +142,7 @@ FIELDS = tuple(field.name for field in fields(Row))
 
 def published(name: str) -> list[Row]:
     """The source's rows: a pipeline alone, and with a parameter server."""
-    source = TABLES[0] if name in MEASURED else name
+    source = TABLES[0] if name == NETWORKS else name
     with (ROOT / f"scripts/published/{source}.csv").open(encoding="utf-8") as lines:
         return [
             Row(
@@ -282,6 +284,14 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
         *(with_prediction(row) for row in published(name) if row.data_parallel in beside),
         *ours,
     ]
+
+
+def measured_rows(name: str, mode: str, results: Path) -> Sequence[Any]:
+    """Of either kind of table."""
+    rows = by_wire.rows_of(lines_of(results)) if name in BY_WIRE else []
+    if name in BY_WIRE and not rows:
+        raise nothing_measured(name, mode, results)
+    return rows or measured(name, mode, results)
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
@@ -433,18 +443,6 @@ def _percent(error: float | None) -> str:
     return "" if error is None else f"{error:+.1f} %"
 
 
-def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
-    """Replace what is between the two marks in `path`. Raises `ConfigError` if one is missing."""
-    begin, end = f"<!-- {name} {mode} -->", "<!-- end -->"
-    before, begin_mark, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, end_mark, after = rest.partition(end)
-    if not (begin_mark and end_mark):
-        raise ConfigError(
-            f"{path} has no lines {begin} and {end} for the comparison to stand between"
-        )
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
 def as_csv(rows: Iterable[Row]) -> str:
     lines = io.StringIO()
     csv.writer(lines, lineterminator="\n").writerows(
@@ -460,7 +458,7 @@ def as_json(rows: Iterable[Row]) -> str:
 SHOWN = {NETWORKS: as_predicted_and_measured, **dict.fromkeys(BY_WIRE, by_wire.as_markdown)}
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Any], path: Path) -> None:
     """One line per system over the networks: measured, else published, else predicted."""
     axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
@@ -579,7 +577,7 @@ def main(
             return
         if name in MEASURED and mode != "replay":
             raise ConfigError(f"{name} has no mode {mode!r}; use --mode replay")
-        rows = simulated(name) if mode == "sim" else measured(name, mode, results)
+        rows = simulated(name) if mode == "sim" else measured_rows(name, mode, results)
         if png is not None:
             draw(rows, png)
         below = with_parameters(note(rows), PARAMETERS) if mode == "sim" else ""
@@ -589,8 +587,10 @@ def main(
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    forms = {"json": as_json, "csv": as_csv, "compare": as_comparison}
-    click.echo(forms.get(form or "", as_markdown)(rows))
+    forms = {"json": as_json, "csv": as_csv, "compare": as_comparison, None: as_markdown}
+    if name in BY_WIRE:
+        forms = by_wire.FORMS
+    click.echo(forms[form](rows))
     if below and form is None:
         click.echo(f"\n{below}")
 

@@ -13,7 +13,7 @@ bert345m.py               BERT 345M by number of GPUs, in the parts that Megatro
 measured.py               what scripts/sweep.py measured of these, beside the published values
 replayed.py               what it measured on replay stages: tensor parallelism over slow links
 by_wire.py                measured steps by wire format, beside what was predicted
-form.py                   rows as Markdown, CSV or JSON; `Parameter`
+form.py                   rows as Markdown, CSV or JSON, and on a page; `Parameter`
 
 Each table is a module with MODES, `simulated(source) -> rows`, `note(rows)`, `draw(rows, figure)`
 and PARAMETERS, which declares every figure that the source does not give. A table that can be run

@@ -1,23 +1,86 @@
-"""Measured steps of one system in several wire formats, beside what was predicted."""
+"""Measured steps of one job on several networks, by wire format, beside their bound and what was
+predicted that day.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from tables.form import as_text
 
-def as_markdown(rows: Sequence[Any]) -> str:
-    """Of table.py's rows: a line per network, a column per system and format, each predicted on
-    that day, then measured; seconds per step.
+HEAD = (
+    "one-way delay, bandwidth",
+    "system",
+    "bound",
+    "predicted",
+    "measured",
+    "measured / predicted",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system in one format on one network; seconds per step."""
+
+    network: str
+    system: str
+    bound_s: float | None  # what no order of the same computations and messages is below
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def label(self) -> str:
+        return self.system
+
+    @property
+    def seconds(self) -> float:
+        return self.measured_s
+
+
+def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Of the lines that scripts/sweep.py wrote; the networks and, on each, the systems stand in the
+    order in which they were measured first.
     """
-    ours = [row for row in rows if row.measured_s is not None]
-    systems = list(dict.fromkeys(row.label for row in ours))
-    cells = {(row.network, row.label): _beside(row) for row in ours}
-    lines = [["one-way delay, bandwidth", *(f"{each}: predicted, measured" for each in systems)]]
-    lines.append(["---"] * len(lines[0]))
-    for network in dict.fromkeys(row.network for row in ours):
-        values = [cells.get((network, system), "") for system in systems]
-        lines.append([network.replace("\n", ", "), *values])
+    rows = [_row(line) for line in lines if line["mode"] == "replay"]
+    networks = list(dict.fromkeys(row.network for row in rows))
+    return sorted(rows, key=lambda row: networks.index(row.network))
+
+
+def _row(line: Mapping[str, Any]) -> Row:
+    return Row(
+        network=_named(line["network"]),
+        system=", ".join((line["engine"], line["schedule"], line["wire"])),
+        bound_s=line.get("bound_s"),
+        predicted_s=line["predicted_s"],
+        measured_s=line["measured_s"],
+    )
+
+
+def _named(network: Mapping[str, Any]) -> str:
+    """By its links, which are all alike."""
+    megabits = network["bandwidth_gbps"] * 1e3
+    parts = [f"{network['delay_ms']:g} ms", f"{megabits:g} Mbit/s"]
+    if network.get("loss_percent"):
+        parts.append(f"{network['loss_percent']:g} % loss")
+    return ", ".join(parts)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A line per network and system."""
+    lines: list[Sequence[str]] = [HEAD, ["---"] * len(HEAD)]
+    for row in rows:
+        bound = "" if row.bound_s is None else f"{row.bound_s:.2f}"
+        times = [f"{row.predicted_s:.2f}", f"{row.measured_s:.2f}"]
+        ratio = f"{row.measured_s / row.predicted_s:.3f}"
+        lines.append([row.network, row.system, bound, *times, ratio])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _beside(row: Any) -> str:
-    return f"{row.predicted_that_day_s or 0.0:.2f}, {row.measured_s:.2f}"
+# By the form that is asked for.
+FORMS = {
+    None: as_markdown,
+    "compare": as_markdown,
+    "csv": partial(as_text, form="csv", note=""),
+    "json": partial(as_text, form="json", note=""),
+}

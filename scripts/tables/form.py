@@ -5,7 +5,10 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
+
+from dpipe.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,15 @@ def _cell(value: float | str | bool | None, digits: int) -> str:
         case float():
             return f"{value:.{digits}g}"  # four would make 1.1e+04 of a published 10999
     return str(value)
+
+
+def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
+    """Replace what is between the two marks in `path`. Raises `ConfigError` if one is missing."""
+    begin, end = f"<!-- {name} {mode} -->", "<!-- end -->"
+    before, begin_mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, end_mark, after = rest.partition(end)
+    if not (begin_mark and end_mark):
+        raise ConfigError(
+            f"{path} has no lines {begin} and {end} for the comparison to stand between"
+        )
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

@@ -135,6 +135,21 @@ def test_line_has_the_columns_and_where_they_are_from(bench):
     assert len(line["digest"]) == 16
 
 
+def test_line_has_what_no_order_is_below(bench):
+    """A micro-batch is there and back in 40 ms, and takes 2, 2, 4 and 4 ms on its way."""
+    bench.run(networks=["far.toml"])
+    gpipe, one_f_one_b = bench.lines()
+    assert gpipe["bound_s"] == one_f_one_b["bound_s"]
+    assert 0.052 < gpipe["bound_s"] < min(gpipe["predicted_s"], one_f_one_b["predicted_s"])
+
+
+def test_line_of_replicas_has_no_bound(script):
+    agreeing = {"replicas": 2, "kind": "all-reduce"}
+    config = build({"model": {"layers": "replay"}, "data_parallel": agreeing})
+    sweep = script("sweep")
+    assert sweep.bound_s(config, sweep.forecast(config)) is None
+
+
 def test_interrupted_sweep_goes_on_where_it_stopped(bench, monkeypatch):
     measure = bench.sweep.measure
 

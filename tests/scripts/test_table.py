@@ -28,6 +28,7 @@ LINE = {
     },
     "venue": "lab", "scale": 32, "connections": 1,
 }  # fmt: skip
+LOSSY = {"name": "home", "delay_ms": 25.0, "bandwidth_gbps": 0.02, "loss_percent": 0.1}
 
 
 @pytest.fixture
@@ -253,12 +254,11 @@ def test_page_has_what_was_predicted_beside_what_was_measured(table, tmp_path, m
     ]
 
 
-def test_narrow_page_has_a_column_for_each_wire(table, tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "with_prediction", lambda row, *_: row)
+def test_narrow_page_has_bound_prediction_and_measurement_of_each_system(table, tmp_path):
     lines = [
-        LINE | {"schedule": "auto", "wire": "int4", "predicted_s": 14.5, "measured_s": 14.75},
-        LINE | {"schedule": "auto", "wire": "int8", "predicted_s": 20.0, "measured_s": 20.5},
-        LINE | {"engine": "torch", "schedule": "gpipe", "delay_ms": 25, "measured_s": 40.5},
+        LINE | {"schedule": "auto", "wire": "int4", "bound_s": 14.25, "predicted_s": 14.5},
+        LINE | {"network": LOSSY, "predicted_s": 20.0, "measured_s": 20.5},
+        LINE | {"engine": "torch", "wire": "fp32", "predicted_s": 10.0},
     ]
     results, page = tmp_path / "r.jsonl", tmp_path / "page.md"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -266,13 +266,32 @@ def test_narrow_page_has_a_column_for_each_wire(table, tmp_path, monkeypatch):
     words = [table.BY_WIRE[0], "--mode", "replay", "--results", str(results), "--page", str(page)]
     result = CliRunner().invoke(table.main, words)
     assert result.exit_code == 0, result.output
-    _, head, _, *rows, _ = page.read_text().splitlines()
-    assert head.startswith(
-        "| one-way delay, bandwidth | dpipe auto int4: predicted, measured "
-        "| dpipe auto int8: predicted, measured | torch gpipe"
-    )
-    assert rows[0].startswith("| 10 ms, 1 Gbit/s | 14.50, 14.75 | 20.00, 20.50 |  |")
-    assert rows[1].startswith("| 25 ms, 1 Gbit/s |  |  | ")
+    assert page.read_text().splitlines()[1:-1] == [
+        "| one-way delay, bandwidth | system | bound | predicted | measured "
+        "| measured / predicted |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 10 ms, 1000 Mbit/s | dpipe, auto, int4 | 14.25 | 14.50 | 16.00 | 1.103 |",
+        "| 10 ms, 1000 Mbit/s | torch, gpipe, fp32 |  | 10.00 | 16.00 | 1.600 |",
+        "| 25 ms, 20 Mbit/s, 0.1 % loss | dpipe, gpipe, bf16 |  | 20.00 | 20.50 | 1.025 |",
+    ]
+
+
+def test_narrow_rows_as_comma_separated_values(table, results):
+    words = [table.BY_WIRE[0], "--mode", "replay", "--results", str(results), "--csv"]
+    (row,) = csv.DictReader(CliRunner().invoke(table.main, words).output.splitlines())
+    assert row["system"] == "dpipe, gpipe, bf16"
+    assert (row["bound_s"], row["predicted_s"], row["measured_s"]) == ("", "1", "16")
+
+
+@pytest.mark.parametrize("name", ["gpt3xl_narrow", "gpt3xl_stock", "gpt3xl_stock_cubic"])
+def test_results_page_has_what_was_measured_with_tcp_as_it_comes(table, name, tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text((table.ROOT / "docs/results.md").read_text())
+    measured = (table.ROOT / f"scripts/results/{name}.jsonl").exists()
+    words = [name, "--mode", "replay", "--page", str(page)]
+    assert CliRunner().invoke(table.main, words).exit_code == (0 if measured else 2)
+    assert page.read_text() == (table.ROOT / "docs/results.md").read_text()
+    assert measured or f"<!-- {name} replay -->\nNot measured yet.\n" in page.read_text()
 
 
 def test_order_that_auto_had_found_is_predicted_again(script, table, tmp_path, monkeypatch):
