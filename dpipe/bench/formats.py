@@ -28,8 +28,10 @@ def names_to_compare() -> list[str]:
     for form in FORMATS.values():
         names.append(form.name)
         if form.between_stages:
-            options = [option.name for option in OPTIONS.values() if option.goes_with(form)]
-            names += [f"{form.name}+{option}" for option in options]
+            for option in OPTIONS.values():
+                # What goes by samples has none here, and is encoded as by the format alone.
+                if option.goes_with(form) and not option.by_sample:
+                    names.append(f"{form.name}+{option.name}")
     return names
 
 

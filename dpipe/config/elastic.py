@@ -23,8 +23,8 @@ def check_elastic(config: Config) -> None:
         )
     if config.pipeline.may_remember:
         raise ConfigError(
-            "an elastic run repeats steps, and a wire format of ranks or with +feedback does "
-            "not send the same twice: set pipeline.wire to another one"
+            "an elastic run repeats steps, and a wire format of ranks, with +feedback or with "
+            "+delta does not send the same twice: set pipeline.wire to another one"
         )
     if config.pipeline.num_versions > 1:
         raise ConfigError(

@@ -82,6 +82,9 @@ class PipelineConfig(Section):
     wire_allowed: tuple[FormatName, ...] = ()
     """The formats that wire = "auto" may choose: those whose effect on the loss you accept."""
 
+    delta_cache_gb: Positive = 20.0
+    """10^9 bytes on disk that a rank may keep of what links with "+delta" have sent."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_wire()

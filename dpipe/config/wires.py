@@ -10,6 +10,7 @@ A link is named after the two stages that it joins.
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import (
@@ -38,15 +39,9 @@ def _is_offered_with_options(name: str) -> bool:
     return "+" in name and name in FORMATS and _offered(FORMATS[name])
 
 
-_ONE = Name(FORMATS, _offered, pattern=_WITH_OPTIONS, matches=_is_offered_with_options)
-_OR_AUTO = Name(
-    FORMATS,
-    _offered,
-    others=(AUTO_WIRE,),
-    pattern=_WITH_OPTIONS,
-    matches=_is_offered_with_options,
-)
-FormatName = Annotated[str, _ONE]
+_NAME = partial(Name, FORMATS, _offered, pattern=_WITH_OPTIONS, matches=_is_offered_with_options)
+_OR_AUTO = _NAME(others=(AUTO_WIRE,))
+FormatName = Annotated[str, _NAME()]
 
 
 class DirectedFormats(Section):

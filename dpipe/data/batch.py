@@ -12,6 +12,7 @@ class Batch:
 
     inputs: Sequence[tuple[torch.Tensor, ...]] = ()  # needed on the first stage's rank
     targets: Sequence[torch.Tensor] = ()  # needed on the last stage's rank
+    samples: Sequence[Sequence[int]] = ()  # of each row, where links go by them
 
 
 def micro_batches(

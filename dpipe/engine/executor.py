@@ -37,11 +37,13 @@ from dpipe.stage.base import ComputingStage, Tensors
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane, Span
 from dpipe.transport.base import Transport
+from dpipe.wire.codec import AsIs, Codec
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Pending
 
 Send = Pending[None]
 Receive = Pending[torch.Tensor]
+_AS_IT_IS = AsIs()
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,11 @@ class Executor:
         parts.transport.fail(error)
 
     def alone(self) -> "Executor":
-        """The same for a rank that agrees on nothing with other replicas."""
-        return Executor(replace(self._parts, data_parallel=Single()))
+        """The same for a rank that agrees on nothing with others: with replicas, or with the other
+        end of a link on what it has sent before.
+        """
+        codecs = self._parts.codecs.without_memory()
+        return Executor(replace(self._parts, data_parallel=Single(), codecs=codecs))
 
     def clear(self) -> None:
         """Forget a step that was aborted: what the stages hold for backward, and the gradients."""
@@ -171,13 +176,22 @@ class Executor:
 
 
 @dataclass(frozen=True)
+class _Arriving:
+    """A tensor on its way here, and how it is decoded."""
+
+    pending: Receive
+    codec: Codec
+    like: TensorSpec
+
+
+@dataclass(frozen=True)
 class _Ahead:
     """What a program has of the next step, by the actions of that step."""
 
     # Outputs by the action that made them; each is taken once, so that its memory goes with its
     # use.
     made: dict[Action, tuple[Tensors, Mark]] = field(default_factory=dict)
-    arriving: dict[Action, list[Receive]] = field(default_factory=dict)
+    arriving: dict[Action, list[_Arriving]] = field(default_factory=dict)
     measured: list[torch.Tensor] = field(default_factory=list)  # [loss], or [loss, accuracy]
 
 
@@ -313,9 +327,9 @@ class _Run:
         for action, made in self._made.items():
             own, _ = in_its_step(action)
             ahead.made[own] = made
-        for action, receives in self._arriving.items():
+        for action, arriving in self._arriving.items():
             own, _ = in_its_step(action)
-            ahead.arriving[own] = receives
+            ahead.arriving[own] = arriving
         ahead.measured.extend(self._measured[1])
         return ahead
 
@@ -393,25 +407,35 @@ class _Run:
         """What `source` made: here, or on another rank, then as soon as it has arrived."""
         if source in self._made:
             return self._made.pop(source)[0]
-        wires = self._wait(source)
-        pairs = zip(wires, self._routes.specs(source), strict=True)
-        tensors = []
-        for position, (wire, spec) in enumerate(pairs):
-            codec = self._codecs.of(source, position)
-            tensors.append(codec.decode(wire, spec))
-        return tuple(tensors)
+        return tuple(self._wait(source))
+
+    def _codec(self, action: Action, position: int) -> Codec:
+        """Of a tensor that crosses a hop; asked for once, as it is sent or its receive is
+        posted.
+        """
+        samples: Sequence[int] = ()
+        by_microbatch = self._batches[0].samples
+        if by_microbatch:
+            assert action.microbatch is not None
+            samples = by_microbatch[action.microbatch]
+        return self._codecs.of(action, position, samples)
 
     def _wait(self, recv: Action) -> list[torch.Tensor]:
-        """Wait as the transport waits: the host until it is here, or the compute stream alone."""
+        """Wait as the transport waits, the host until it is here or the compute stream alone, and
+        decode it.
+        """
         arriving = self._arriving.pop(recv)
         with self._parts.recorder.span(Lane.WAIT, recv):
-            tensors = [pending.wait() for pending in arriving]
-        for pending in arriving:
+            wires = [each.pending.wait() for each in arriving]
+        tensors = []
+        for wire, each in zip(wires, arriving, strict=True):
+            pending = each.pending
             if pending.done():
                 self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
             else:
                 # Its times, and whether it failed, are known only when the device gets there.
                 self._landing.append((recv, pending))
+            tensors.append(each.codec.decode(wire, each.like))
         return tensors
 
     def _settle(self) -> None:
@@ -428,7 +452,7 @@ class _Run:
         with self._parts.streams.sending(made, tensors):
             wires = []
             for position, tensor in enumerate(tensors):
-                codec = self._codecs.of(action, position)
+                codec = self._codec(action, position)
                 wires.append(codec.encode(tensor))
             for wire in wires:
                 self._send(action, wire)
@@ -448,18 +472,19 @@ class _Run:
 
     def _post(self, action: Action) -> None:
         """Post the receives of `action`; they match the sends by the send's name."""
-        specs: Sequence[TensorSpec]
+        expected: list[tuple[Codec, TensorSpec]] = []
         if action.op is Op.RECV_TIED:
-            specs = [TensorSpec.of(self._parts.tied[action.stage])]
+            expected.append((_AS_IT_IS, TensorSpec.of(self._parts.tied[action.stage])))
         else:
-            specs = [
-                self._codecs.of(action, position).wire_spec(spec)
-                for position, spec in enumerate(self._routes.specs(action))
-            ]
+            for position, spec in enumerate(self._routes.specs(action)):
+                expected.append((self._codec(action, position), spec))
         source = self._routes.peer(action)
         tag = self._routes.tag(action)
-        recv = self._parts.transport.recv
-        self._arriving[action] = [recv(spec, source, tag) for spec in specs]
+        arriving = []
+        for codec, like in expected:
+            pending = self._parts.transport.recv(codec.wire_spec(like), source, tag)
+            arriving.append(_Arriving(pending, codec, like))
+        self._arriving[action] = arriving
 
     def _add_tied(self, stage: int) -> None:
         """Add the gradients that both ends of the model have for the shared weight. Two terms: no

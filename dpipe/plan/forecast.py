@@ -34,6 +34,7 @@ from dpipe.plan.costs import (
     stage_cost,
     transformer_costs,
 )
+from dpipe.plan.deltas import check_deltas
 from dpipe.plan.on_machines import Placement, costs_on, layers_on, placement_of, slowest
 from dpipe.plan.partition import Cut, split, split_by_stage
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
@@ -292,6 +293,7 @@ def _steady(
 
 
 def _check_sizes(config: Config, network: Network) -> None:
+    check_deltas(config)
     check_vocabulary(config)
     # A server of its own is behind all machines of the run.
     hosts_of_servers = [rank + 1 for rank in server_ranks(config)]

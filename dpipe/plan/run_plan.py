@@ -29,6 +29,7 @@ from dpipe.network.link import Network
 from dpipe.optimizers.kinds import check_library
 from dpipe.plan.costs import LayerCosts, transformer_costs
 from dpipe.plan.forecast import Forecast, ScheduleChoice, choose_schedule, forecast
+from dpipe.plan.recurring import DeltaLinks, RecurringSequences
 from dpipe.plan.tensor_parallel import Times
 from dpipe.probe.layer_costs import LayerCost, measure, on_meta, probe
 from dpipe.probe.measured import StageRunner, measured_stages
@@ -88,6 +89,23 @@ class RunPlan:
             return self.boundaries
         return _sent(self.config, self.probed, self.cut_of(replica))
 
+    @property
+    def sequences(self) -> RecurringSequences | None:
+        """What links with "+delta" go by; None where there are none, or no text was read."""
+        if not (self.forecast.formats.by_sample and isinstance(self.corpus, Samples)):
+            return None
+        return RecurringSequences(self.corpus, self.config.train.seed, self.config.model.context)
+
+    def delta_links(self, replica: int) -> DeltaLinks:
+        sequences = self.sequences
+        return DeltaLinks(
+            self.forecast.formats,
+            self.forecast.schedule.rank_of_stage,
+            self.boundaries_of(replica),
+            self.config.microbatch_size,
+            0 if sequences is None else sequences.count,
+        )
+
 
 def draft(
     config: Config,
@@ -129,7 +147,16 @@ def draft(
         corpus = read_text(config)  # last, because the first time it writes a cache
         config = _with_steps(config, corpus)
     sent = _sent(config, probed, predicted.split)
-    return RunPlan(config, model, corpus, sent, predicted, probed)
+    return _with_room(RunPlan(config, model, corpus, sent, predicted, probed))
+
+
+def _with_room(run_plan: RunPlan) -> RunPlan:
+    """Raises `ConfigError` where what links keep of samples would be more than it may."""
+    config = run_plan.config
+    if run_plan.sequences is not None:
+        for replica in range(config.data_parallel.replicas):
+            run_plan.delta_links(replica).check_room(config.pipeline.delta_cache_gb)
+    return run_plan
 
 
 def _with_steps(config: Config, corpus: Text) -> Config:

@@ -34,6 +34,7 @@ from dpipe.engine.versions import in_versions
 from dpipe.errors import RunAborted, TransferError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import refuse_more_than_machine
+from dpipe.plan.recurring import RecurringFeed
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.probe import launcher_costs
 from dpipe.processes.environment import ProcessInfo, environment, load_kernels_at_start
@@ -467,21 +468,24 @@ def _make_executor(
     tied: TiedWeights,
 ) -> Executor:
     config = run_plan.config
+    here = resources.here
+    links = run_plan.delta_links(here.dp_rank)
+    folder = Path(config.run.folder)
     num_stages = run_plan.forecast.schedule.num_stages
     # Then there is nobody to exchange with: the executor adds the two up.
     both_ends = (tied[0][1], tied[-1][1]) if len(tied) == 2 else None
     return Executor(
         Parts(
-            resources.here.pp_rank,
+            here.pp_rank,
             as_executed(config, stages, resources.group, num_stages),
             resources.transport,
-            HopCodecs(run_plan.forecast.formats),
-            run_plan.boundaries_of(resources.here.dp_rank),
+            HopCodecs(run_plan.forecast.formats, links.caches(here.pp_rank, folder)),
+            run_plan.boundaries_of(here.dp_rank),
             replicas,
             resources.recorder,
             tied={end % num_stages: weight for end, (_, weight) in tied.items()},
             tied_here=both_ends,
-            pp_group=resources.here.pp_group,
+            pp_group=here.pp_group,
             streams=resources.streams,
             check=_raising_once_over(resources.coordinator),
         )
@@ -513,7 +517,13 @@ def _make_feed(
     corpus = run_plan.corpus if 0 in stages or last in stages else None
     if isinstance(corpus, SampleStream):
         stack.callback(corpus.close)
-    return feed_of(run_plan.config, corpus, here.dp_rank, here.dp_size)
+    feed = feed_of(run_plan.config, corpus, here.dp_rank, here.dp_size)
+    sequences = run_plan.sequences
+    if sequences is None:
+        return feed
+    train = run_plan.config.train
+    cut = here.dp_rank, here.dp_size
+    return RecurringFeed(feed, sequences, train.batch_size, train.num_microbatches, *cut)
 
 
 def _fail_with(

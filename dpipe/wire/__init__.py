@@ -11,6 +11,7 @@ exponents.py   powers of two, between replicas
 sparse.py      the largest values alone, in a bit each, between replicas
 feedback.py    the wire format between replicas, with error feedback where it rounds much
 options.py     what goes around a codec: rotation, error feedback
+deltas.py      what a sample's activation has changed by since it was last sent
 message.py     tensor <-> header and raw bytes; nothing is ever unpickled
 staging.py     the way of a tensor between a GPU and host memory
 transfer.py    Moved, Pending, Links: what a room asks of the links that it is given

@@ -141,6 +141,7 @@ def codec(name: str, *, remembers: bool = True) -> Codec:
     wire_codec: Codec = function_at(form.codec)()
     _, *options = name.split("+")
     for option in map(OPTIONS.named, options):
-        if remembers or not option.remembers:
+        # What goes by samples treats those that it does not know alike.
+        if remembers or option.by_sample or not option.remembers:
             wire_codec = function_at(option.codec)(wire_codec)
     return wire_codec

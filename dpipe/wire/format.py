@@ -10,7 +10,7 @@ Between stages each link has a format of its own in each direction (`HopFormats`
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Self
@@ -49,6 +49,7 @@ class Format:
     matrix_bytes: Callable[[int, int], int] | None = None
     rotates: bool = False  # whether the option "hadamard" goes with it: it has blocks of INT_BLOCK
     remembers: bool = False  # what is sent depends on what was sent before, which no checkpoint has
+    by_sample: bool = False  # and that is what was sent of the same sample
 
 
 def _as_it_is(num_values: int, value_bytes: int) -> int:
@@ -137,6 +138,7 @@ class FormatOption:
     codec: str  # "package.module:Class" that wraps a `codec.Codec`
     goes_with: Callable[[Format], bool]
     remembers: bool = False  # what it sent before: not of passes that only evaluate
+    by_sample: bool = False  # what it sent of the same sample before; goes with no other option
 
 
 OPTIONS: Choices[FormatOption] = Choices(
@@ -147,6 +149,13 @@ OPTIONS: Choices[FormatOption] = Choices(
         "dpipe.wire.options:Feedback",
         lambda form: form.lossy,
         remembers=True,
+    ),
+    FormatOption(
+        "delta",
+        "dpipe.wire.deltas:Deltas",
+        lambda form: form.between_stages and not form.elementwise and not form.remembers,
+        remembers=True,
+        by_sample=True,
     ),
 )
 
@@ -165,12 +174,21 @@ class Formats(Choices[Format]):
                 )
         if len(set(options)) < len(options):
             raise ConfigError(f"wire format {name!r:.200} names an option twice")
-        # Of neither option the bytes are more: it changes what the values are.
+        by_sample = False
+        for option in options:
+            by_sample |= OPTIONS.named(option).by_sample
+        if by_sample and len(options) > 1:
+            raise ConfigError(
+                f"wire format {name!r:.200}: what a sample has changed by is rounded by the format "
+                'alone; leave all options but "delta" out'
+            )
+        # Of no option the bytes are more: it changes what the values are.
         return replace(
             form,
             name=name,
             between_replicas=form.between_replicas and not options,
             remembers=form.remembers or any(OPTIONS.named(each).remembers for each in options),
+            by_sample=by_sample,
         )
 
     def __getitem__(self, name: str) -> Format:
@@ -244,11 +262,20 @@ class HopFormats(NamedTuple):
 
     @property
     def lossy(self) -> bool:
-        return any(FORMATS.named(name).lossy for name in (*self.forward, *self.backward))
+        return any(form.lossy for form in self._all())
 
     @property
     def remembers(self) -> bool:
-        return any(FORMATS.named(name).remembers for name in (*self.forward, *self.backward))
+        return any(form.remembers for form in self._all())
+
+    @property
+    def by_sample(self) -> bool:
+        return any(form.by_sample for form in self._all())
+
+    def _all(self) -> Iterator[Format]:
+        # Each once: most of a hundred hops have the same.
+        for name in {*self.forward, *self.backward}:
+            yield FORMATS.named(name)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
