@@ -29,7 +29,6 @@ from dpipe.config.load import Config
 from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
-from dpipe.data.tokenizer import vocabulary_of
 from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
 from dpipe.errors import ConfigError
@@ -39,6 +38,7 @@ from dpipe.schedule.generate import INTERLEAVED, ONE_F_ONE_B
 from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
+from dpipe.tokenizer.tokenizer import vocabulary_of
 from dpipe.wire.format import FORMATS
 
 VERSION = "0.16.1"  # whose interfaces this file uses; they change with each release

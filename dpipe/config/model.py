@@ -247,10 +247,10 @@ class DataConfig(Section):
     cache: str = ".dpipe-cache"
     """Folder for the tokens of texts that were read before."""
 
-    format: Literal["text", "chat", "instruction", "tokens"] = "text"
+    format: Literal["text", "chat", "instruction", "completion", "tokens"] = "text"
     """What the files hold: plain text or, for model.hf, rows in jsonl, json, csv or parquet.
-    "chat" has messages, "instruction" instruction, input and output, "tokens" input_ids and
-    perhaps labels. Only answers are learned."""
+    "chat" has messages, "instruction" instruction, input and output, "completion" a text, "tokens"
+    input_ids and perhaps labels. Only answers are learned, of a text all of it."""
 
     packing: bool = True
     """Whether several samples share a sequence; none of them sees another. false: one sample a

@@ -35,7 +35,13 @@ _DECAYS = {
     "constant": "none",
     "constant_with_warmup": "none",
 }
-_FORMATS = {"chat_template": "chat", "sharegpt": "chat", "alpaca": "instruction"}
+_FORMATS = {
+    "chat_template": "chat",
+    "sharegpt": "chat",
+    "alpaca": "instruction",
+    "completion": "completion",
+    "pretrain": "completion",
+}
 # "drop" is left out: no sample is lost here without a word.
 _TOO_LONG = {"truncate": "truncate", "raise": "refuse"}
 # Where dpipe's are others.
@@ -56,6 +62,8 @@ _OF_DATA: dict[str, Sequence[Any] | None] = {
     "data_files": None,
     "split": None,
     "ds_type": ("json", "csv", "parquet", "arrow"),
+    "field": ("text",),
+    "text_column": ("text",),
     "field_messages": ("messages", "conversations"),
     "message_property_mappings": (
         {"role": "role", "content": "content"},
@@ -140,6 +148,7 @@ _ORDER = ("model", "adapter", "data", "train", "pipeline", "run")
 # What comes to several keys, or is part of one.
 _TOGETHER = (
     "datasets",
+    "pretraining_dataset",
     "test_datasets",
     "micro_batch_size",
     "adam_beta1",
@@ -262,7 +271,8 @@ def _data(table: Table, theirs: Mapping[str, Any]) -> list[str]:
     """Files, or one split of the hub; returns what has no counterpart."""
     left_out: list[str] = []
     files: list[str] = []
-    for each in _sources(theirs, "datasets"):
+    to_read = _pretraining(table, theirs) + _sources(theirs, "datasets")
+    for each in to_read:
         path = str(each.get("path"))
         left_out += _left_out_of(each, "datasets")
         kind = str(each.get("type", "")).partition(".")[0]
@@ -270,6 +280,8 @@ def _data(table: Table, theirs: Mapping[str, Any]) -> list[str]:
             _set(table, "data.format", _FORMATS[kind])
         else:
             left_out.append(f"datasets: type {kind!r:.80} of {path} has no counterpart")
+        if _FORMATS.get(kind) == "completion" and not theirs.get("excess_length_strategy"):
+            _set(table, "data.too_long", "split")  # as it does with texts, and with no other rows
         split, _, part = str(each.get("split") or "train").partition("[")
         if _files(each):
             files += _files(each)
@@ -282,6 +294,17 @@ def _data(table: Table, theirs: Mapping[str, Any]) -> list[str]:
     if files:
         _set(table, "data.files", files)
     return left_out
+
+
+def _pretraining(table: Table, theirs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The texts that are read as a stream; they say their type by where they stand."""
+    named = theirs.get("pretraining_dataset")
+    if isinstance(named, str):
+        named = [{"path": named}]
+    found = _sources({"pretraining_dataset": named}, "pretraining_dataset")
+    if found:
+        _set(table, "data.streaming", True)
+    return [{"type": "pretrain", **each} for each in found]
 
 
 def _held_out(table: Table, theirs: Mapping[str, Any]) -> list[str]:

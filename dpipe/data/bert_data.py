@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from dpipe.data.corpus import Corpus, Part
-from dpipe.data.tokenizer import FileTokenizer
-from dpipe.data.tokenizer_process import TokenizerProcess
 from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
+from dpipe.tokenizer.process import TokenizerProcess
+from dpipe.tokenizer.tokenizer import FileTokenizer
 
 Ints = NDArray[np.int64]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, types, lengths

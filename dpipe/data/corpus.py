@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
+from dpipe.tokenizer.tokenizer import Tokenizer
 
 LOG = logging.getLogger("dpipe")
 Part = Literal["train", "held_out"]
@@ -158,14 +158,16 @@ def prepare(
     package. `accept` sees the corpus before anything is written, and may raise. Files are joined
     with `between`. Several processes may prepare the same text at once.
 
-    Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a cache
-    that cannot be written, and text that gives no token.
+    Raises `DataError` for a pattern that matches nothing, rows, text that is empty or not UTF-8, a
+    cache that cannot be written, and text that gives no token.
     """
     paths = find_files(files)
+    _check_are_texts(paths)
     text = between.join(path.read_bytes() for path in paths)
     rest = None  # held out, in files of its own
     if not isinstance(held_out, float):
         rest_paths = find_files(held_out, "data.held_out")
+        _check_are_texts(rest_paths)
         check_apart(paths, rest_paths)
         rest = between.join(path.read_bytes() for path in rest_paths)
         paths += rest_paths
@@ -210,6 +212,16 @@ def check_apart(files: Sequence[Path], held_out: Sequence[Path]) -> None:
             raise DataError(
                 f"{path} is in data.files and in data.held_out: its loss would say nothing; take "
                 "it out of one of them"
+            )
+
+
+def _check_are_texts(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.suffix in (".jsonl", ".parquet", ".arrow"):
+            raise DataError(
+                f'{path} holds rows, and data.format = "text" would learn how they are written: '
+                'set data.format = "completion" for their texts (or "chat" and so on), which '
+                "needs model.hf, or give files of plain text"
             )
 
 

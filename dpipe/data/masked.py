@@ -15,9 +15,9 @@ from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch, micro_batches
 from dpipe.data.bert_data import Draws, mask_out
 from dpipe.data.corpus import Corpus
-from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
+from dpipe.tokenizer.tokenizer import Tokenizer
 
 _FRAME = 2  # special tokens of a sequence
 

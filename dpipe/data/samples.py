@@ -1,4 +1,4 @@
-"""Rows to samples to sequences: chats, instructions and tokens.
+"""Rows to samples to sequences: chats, instructions, texts and tokens.
 
     rows ──template, tokenizer──> samples in CACHE/<digest>/      tokens · learned · ends
     samples ──shuffled, packed──> [ sample 7 | sample 2 | sample 31 | padding ]    context tokens
@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from dpipe.config.model import DataConfig
 from dpipe.data.corpus import check_apart
 from dpipe.data.rows import Row, RowFile, find_row_files, local_files, read_rows
-from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
 from dpipe.hub.extra import hub_function
+from dpipe.tokenizer.tokenizer import Tokenizer
 
 IGNORED = -100  # the target of a token that is not learned, as transformers has it
-_FORMAT = b"dpipe-samples-3"
+_FORMAT = b"dpipe-samples-4"
 # A file each: two with a value a token, two with a value a sample.
 _COLUMNS = {"tokens": np.int32, "learned": np.bool_, "ends": np.int64, "held_out": np.bool_}
 _PART = 1 << 20  # tokens in memory at a time
@@ -403,13 +403,25 @@ def _instruction(row: Row, tokenizer: ChatTokenizer) -> Sample:
         asks = {"role": "user", "content": question}
         answers = {"role": "assistant", "content": str(answer)}
         return _pieces([asks, answers], tokenizer)
-    asked = tokenizer.encode(f"### Instruction:\n{question}\n\n### Response:\n")
+    asked = [*tokenizer.start]
+    asked += tokenizer.encode(f"### Instruction:\n{question}\n\n### Response:\n")
     answered = tokenizer.encode(str(answer))
     if tokenizer.end is not None:
         answered.append(tokenizer.end)
     mask = [False] * len(asked)
     mask += [True] * len(answered)
     return asked + answered, mask
+
+
+def _completion(row: Row, tokenizer: ChatTokenizer) -> Sample:
+    """Every token of a text, and that it ends."""
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise DataError('a completion must have a "text"')
+    ids = [*tokenizer.start, *tokenizer.encode(text)]
+    if tokenizer.end is not None:
+        ids.append(tokenizer.end)
+    return ids, [True] * len(ids)
 
 
 def _tokens(row: Row, tokenizer: ChatTokenizer) -> Sample:
@@ -435,6 +447,7 @@ def _are_ids(ids: object, below: int) -> bool:
 _READERS: dict[str, Callable[[Row, ChatTokenizer], Sample]] = {
     "chat": _chat,
     "instruction": _instruction,
+    "completion": _completion,
     "tokens": _tokens,
 }
 

@@ -52,6 +52,11 @@ def layered_model(config: Config) -> LayeredModel:
     )
 
 
+def vocabulary(config: Config) -> int:
+    """Entries of the vocabulary of `model.hf`, by its config.json. Raises `ConfigError`."""
+    return int(source_of(config).config().vocab_size)
+
+
 def is_encoder(config: Config) -> bool:
     """Whether `model.hf` finds masked words, and continues no text. Raises `ConfigError`."""
     known = ARCHITECTURES.get(source_of(config).config().model_type)

@@ -33,6 +33,13 @@ class Words:
         self.fingerprint = (backend + str(template)).encode()
 
     @property
+    def start(self) -> Sequence[int]:
+        """The tokens before a text: what Llama and Gemma have learned to begin with."""
+        around = self._tokenizer.encode("")
+        first = self._tokenizer.bos_token_id
+        return [first] if around[:1] == [first] else []
+
+    @property
     def end(self) -> int | None:
         """The token behind a text."""
         return self._tokenizer.eos_token_id  # type: ignore[no-any-return]

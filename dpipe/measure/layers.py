@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from dpipe.config.load import Config
-from dpipe.data.tokenizer import vocabulary_of
 from dpipe.machines.machine import LayerTime
 from dpipe.plan.run_plan import DTYPES, check_device, local_device, make_model
 from dpipe.probe.layer_costs import recipe_of
@@ -24,6 +23,7 @@ from dpipe.stage.bert import IGNORED
 from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of
+from dpipe.tokenizer.tokenizer import vocabulary_of
 
 _STRETCH_S = 0.5  # of each layer, plain and split; some periods of a scheduler's quota
 _MOST = 1000  # repetitions

@@ -6,7 +6,7 @@ B micro-batch size · T context · D width · N heads · V vocabulary
 from dataclasses import dataclass
 
 from dpipe.config.load import Config
-from dpipe.data.tokenizer import vocabulary_of
+from dpipe.tokenizer.tokenizer import vocabulary_of
 
 _HALF = 2
 _FLOAT = 4

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeVar
 
 from dpipe.config.load import Config
-from dpipe.data.tokenizer import vocabulary_of
 from dpipe.errors import ConfigError
 from dpipe.memory.formulas import transformer_stages
 from dpipe.memory.layers import Stages
@@ -19,6 +18,7 @@ from dpipe.network.link import Network
 from dpipe.plan.tensor_parallel import Times, exchange_s, only_link, ring_us
 from dpipe.stage.flops import attention_core_flops
 from dpipe.timeline.cost import Cost
+from dpipe.tokenizer.tokenizer import vocabulary_of
 from dpipe.wire.format import HopFormats, MessageSize, sizes_on_hops
 
 Number = TypeVar("Number", int, float)

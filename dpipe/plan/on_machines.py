@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dpipe.config.load import Config
-from dpipe.data.tokenizer import vocabulary_of
 from dpipe.errors import ConfigError
 from dpipe.machines.file import load_machines
 from dpipe.machines.machine import Cluster, LayerTime, Machine
@@ -20,6 +19,7 @@ from dpipe.network.link import Host
 from dpipe.plan.costs import LayerCosts
 from dpipe.plan.tensor_parallel import Times
 from dpipe.timeline.cost import Cost
+from dpipe.tokenizer.tokenizer import vocabulary_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from dpipe.data.feed import Text, feed_of
 from dpipe.data.masked import MaskedText
 from dpipe.data.samples import Samples, check_samples, prepare_samples
 from dpipe.data.stream import SampleStream, open_stream
-from dpipe.data.tokenizer import tokenizer_of, vocabulary_of, words_of
 from dpipe.errors import ConfigError, DataError
 from dpipe.hub.extra import hub_function
 from dpipe.memory.formulas import transformer_stages
@@ -37,6 +36,7 @@ from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
 from dpipe.store.run_folder import checkpoint_url, revision_of
+from dpipe.tokenizer.tokenizer import tokenizer_of, vocabulary_of, words_of
 from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import MessageSize
 from dpipe.wire.spec import TensorSpec

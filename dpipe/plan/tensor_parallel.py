@@ -16,10 +16,10 @@ compute lane: nothing else can run meanwhile. Each exchange also waits out the m
 from dataclasses import dataclass, replace
 
 from dpipe.config.load import Config
-from dpipe.data.tokenizer import vocabulary
 from dpipe.errors import ConfigError
 from dpipe.network.link import Link, Network
 from dpipe.timeline.cost import Cost
+from dpipe.tokenizer.tokenizer import vocabulary
 
 Times = tuple[float, ...]  # by layer, or by stage
 

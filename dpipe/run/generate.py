@@ -7,7 +7,6 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.data.sampling import KeyCache, continue_ids
-from dpipe.data.tokenizer import Tokenizer, tokenizer_of, words_of
 from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.hub.extra import hub_function
 from dpipe.plan.run_plan import make_model
@@ -16,6 +15,7 @@ from dpipe.stage.model import materialise, saved_buffers
 from dpipe.store import checkpoint
 from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url, load_configuration
+from dpipe.tokenizer.tokenizer import Tokenizer, tokenizer_of, words_of
 
 
 def generate_text(
@@ -111,9 +111,11 @@ def _continue(
         raise DataError(
             f"the prompt {prompt!a} is not UTF-8; check the terminal's encoding"
         ) from None
-    ids = tokenizer.encode(prompt)
-    if not ids:
+    of_prompt = tokenizer.encode(prompt)
+    if not of_prompt:
         raise CheckpointError("the prompt is empty; give at least one character")
+    start = list(tokenizer.start)
+    ids = start + of_prompt
     keys = _keys_of(config, layers)
     try:
         continued = continue_ids(
@@ -126,7 +128,7 @@ def _continue(
             seed,
             keys=keys,
         )
-        return tokenizer.decode(continued)
+        return tokenizer.decode(continued[len(start) :])
     except Exception as error:  # whatever a user's own layers raise
         raise ConfigError(
             f"model.layers {config.model.layers!r} cannot continue a text: {type(error).__name__}: "

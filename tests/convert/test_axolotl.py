@@ -105,6 +105,31 @@ def test_stream_comes_over() -> None:
     assert of(shuffle_merged_datasets=False)[0]["data"]["shuffle"] == "none"
 
 
+def test_texts_come_over_and_are_split() -> None:
+    table, left_out = of(datasets=[{"path": "books.jsonl", "type": "completion", "field": "text"}])
+    assert left_out == []
+    data = build(table).data
+    assert (data.format, data.too_long) == ("completion", "split")
+    texts = [{"path": "books.jsonl", "type": "completion"}]
+    table, _ = of(datasets=texts, excess_length_strategy="truncate")
+    assert table["data"]["too_long"] == "truncate"
+
+
+def test_texts_to_pretrain_on_are_a_stream() -> None:
+    source = {"path": "org/web", "split": "train", "text_column": "text", "type": "pretrain"}
+    changes = {"datasets": None, "val_set_size": 0, "eval_steps": None, "max_steps": 50}
+    table, left_out = of(pretraining_dataset=[source], **changes)
+    assert left_out == []
+    data = build(table).data
+    assert (data.hub, data.format, data.streaming) == ("org/web:train", "completion", True)
+    assert of(pretraining_dataset="org/web", **changes)[0]["data"]["hub"] == "org/web:train"
+
+
+def test_column_of_another_name_is_named() -> None:
+    texts = [{"path": "books.jsonl", "type": "completion", "field": "body"}]
+    assert of(datasets=texts)[1] == ["datasets: field = 'body' of books.jsonl has no counterpart"]
+
+
 def test_precision_is_that_of_the_key_that_is_true() -> None:
     assert of(bf16=True, fp16=False)[0]["train"]["precision"] == "bf16"
     assert of(bf16=False, fp16=True)[0]["train"]["precision"] == "fp16"

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dpipe.data import corpus as data
 from dpipe.data.corpus import Corpus, find_files, prepare
-from dpipe.data.tokenizer import open_tokenizer, vocabulary
 from dpipe.errors import DataError
+from dpipe.tokenizer.tokenizer import open_tokenizer, vocabulary
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
@@ -33,6 +33,16 @@ def corpus(
     *files: str, tokenizer: str = "bytes", held_out: float | tuple[str, ...] = 0.1
 ) -> Corpus:
     return prepare(files or ("text.txt",), open_tokenizer(tokenizer), Path("cache"), held_out)
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.parquet", "data-00000.arrow"])
+def test_rows_are_not_learned_as_a_text(name):
+    write(name, '{"text": "once"}\n')
+    with pytest.raises(DataError, match=rf'{name} holds rows.*set data.format = "completion"'):
+        corpus(name)
+    write("text.txt")
+    with pytest.raises(DataError, match=rf"{name} holds rows"):
+        corpus("text.txt", held_out=(name,))
 
 
 def train_tokenizer(path: str, vocab_size: int = 300) -> None:

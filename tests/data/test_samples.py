@@ -19,6 +19,7 @@ class Letters:
     name = "letters"
     vocab_size = 128
     fingerprint = b"letters"
+    start = ()
     end = ord("|")
     has_template = True
 
@@ -78,6 +79,21 @@ def test_sharegpt_and_alpaca_are_read():
     assert learned(sample).strip(".") == "c|"
 
 
+def test_text_is_learned_whole_and_that_it_ends():
+    sample = sample_of({"text": "once", "id": 7}, "here", "completion", Letters())
+    assert learned(sample) == "once|"
+
+
+def test_text_begins_as_the_model_has_learned_it():
+    begins = Letters()
+    begins.start = [ord("^")]
+    begins.has_template = False
+    sample = sample_of({"text": "once"}, "here", "completion", begins)
+    assert bytes(sample[0]) == b"^once|"
+    sample = sample_of({"instruction": "a", "output": "c"}, "here", "instruction", begins)
+    assert bytes(sample[0]).startswith(b"^### Instruction:")
+
+
 def test_tokens_are_taken_as_they_are():
     row = {"input_ids": [5, 6, 7], "labels": [IGNORED, IGNORED, 7]}
     assert sample_of(row, "here", "tokens", Letters()) == ([5, 6, 7], [False, False, True])
@@ -90,6 +106,7 @@ def test_tokens_are_taken_as_they_are():
         ({}, "chat", "must have \"messages\""),
         (chat("hello"), "chat", "no turn of the assistant"),
         ({"instruction": "a"}, "instruction", "must have the texts"),
+        ({"content": "once"}, "completion", "must have a \"text\""),
         ({"input_ids": [1, 999]}, "tokens", "numbers below 128"),
         ({"input_ids": [1, 2], "labels": [1]}, "tokens", "1 labels do not fit 2 input_ids"),
         ({"input_ids": [1, 2], "labels": [IGNORED] * 2}, "tokens", "has nothing to learn"),

@@ -79,9 +79,9 @@ TEMPLATE = (
 SPECIAL = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
-def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """A tokenizer of 97 entries: special tokens, and letters."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def save_tokenizer(folder: Path, template: str | None = TEMPLATE, start: str | None = None) -> None:
+    """A tokenizer of 97 entries: special tokens, and letters. `start` stands before each text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     letters = [chr(code) for code in range(32, 32 + 97 - len(SPECIAL))]
     vocabulary = {each: number for number, each in enumerate([*SPECIAL, *letters])}
@@ -89,8 +89,11 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)
+    if start is not None:
+        before = [(start, vocabulary[start])]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A", None, before)
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>"
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>", bos_token=start
     )
     fast.chat_template = template
     fast.save_pretrained(folder)

@@ -37,6 +37,13 @@ def test_chat_is_written_by_the_template(folder):
     assert found.decode(found.encode(text)) == text
     assert found.chat(CHAT) == text + "yo<|end|>"
     assert found.end == found.encode("<|end|>")[0]
+    assert list(found.start) == []
+
+
+def test_tokens_before_a_text_are_those_that_the_tokenizer_puts_there(folder):
+    published.save_tokenizer(folder, start="<|user|>")
+    found = words_of(folder)
+    assert list(found.start) == found.encode("<|user|>")
 
 
 def test_folder_without_a_tokenizer_is_refused(folder):

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from dpipe.config.load import Config, build
-from dpipe.data.tokenizer import vocabulary
 from dpipe.errors import ConfigError, ProfileError, ScheduleError
 from dpipe.network.link import Link, Network
 from dpipe.plan.assumed_network import assumed_network
@@ -13,6 +12,7 @@ from dpipe.plan.costs import LayerCosts, stage_cost, transformer_costs
 from dpipe.plan.forecast import Forecast, forecast, server_ranks, without_search
 from dpipe.plan.text import as_row, forecast_text
 from dpipe.timeline.span import Lane
+from dpipe.tokenizer.tokenizer import vocabulary
 from dpipe.wire.format import HopFormats, MessageSize
 
 FREE = Network("free", Link(delay_ms=0, bandwidth_gbps=1000))

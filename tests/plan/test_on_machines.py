@@ -240,7 +240,7 @@ def test_digest_of_layers_has_the_vocabulary_of_the_tokenizer(
     config = job(None)
     assert config.model.vocab_size is None
     sizes = {"small.json": 300, "same.json": 300, "large.json": 50_000}
-    monkeypatch.setattr("dpipe.data.tokenizer.vocabulary", sizes.__getitem__)
+    monkeypatch.setattr("dpipe.tokenizer.tokenizer.vocabulary", sizes.__getitem__)
     small, same, large = (
         digest_of_layers(config.with_(data__tokenizer=name, data__files=("x",))) for name in sizes
     )

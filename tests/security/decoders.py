@@ -35,7 +35,6 @@ from dpipe.data import rows
 from dpipe.data.corpus import prepare
 from dpipe.data.samples import mapped
 from dpipe.data.stream import marks_in
-from dpipe.data.tokenizer import ByteTokenizer, FileTokenizer
 from dpipe.elastic.agents import Epoch
 from dpipe.elastic.journal import NAME as JOURNAL
 from dpipe.elastic.journal import RunJournal
@@ -87,6 +86,7 @@ from dpipe.terms.storing import TermStore
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
+from dpipe.tokenizer.tokenizer import ByteTokenizer, FileTokenizer
 from dpipe.toml import parse_toml
 from dpipe.watch import points
 from dpipe.watch.folder import log_line, measured_picture
@@ -1198,7 +1198,7 @@ FILES = [
         of_file("tokenizer.json", _applied),
         (DataError,),
         _word_level,
-        ("dpipe.data.tokenizer_process:ask", "dpipe.data.tokenizer_child:main"),
+        ("dpipe.tokenizer.process:ask", "dpipe.tokenizer.child:main"),
         share=50,
     ),
     Decoder(

@@ -11,7 +11,7 @@ import pytest
 
 from dpipe.data import corpus as module
 from dpipe.data.corpus import Corpus, prepare
-from dpipe.data.tokenizer import open_tokenizer
+from dpipe.tokenizer.tokenizer import open_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 200
 

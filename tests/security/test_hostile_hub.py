@@ -21,7 +21,7 @@ from dpipe.stage.model import materialise
 
 published = pytest.importorskip("hub.published")
 export_run = pytest.importorskip("dpipe.export.folder").export_run
-tokenizer_of = pytest.importorskip("dpipe.data.tokenizer").tokenizer_of
+tokenizer_of = pytest.importorskip("dpipe.tokenizer.tokenizer").tokenizer_of
 
 
 def of_folder(folder: Path) -> Any:

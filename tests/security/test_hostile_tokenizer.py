@@ -10,11 +10,11 @@ import pytest
 from support.bounds import quickly
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dpipe.data import tokenizer_process
 from dpipe.data.corpus import prepare
-from dpipe.data.tokenizer import FileTokenizer, open_tokenizer, vocabulary
-from dpipe.data.tokenizer_process import MAX_FILE_BYTES
 from dpipe.errors import ConfigError, DataError
+from dpipe.tokenizer import process as tokenizer_process
+from dpipe.tokenizer.process import MAX_FILE_BYTES
+from dpipe.tokenizer.tokenizer import FileTokenizer, open_tokenizer, vocabulary
 
 
 @pytest.fixture

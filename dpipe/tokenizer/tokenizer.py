@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from dpipe.config.load import Config
-from dpipe.data.tokenizer_process import (
+from dpipe.errors import ConfigError, DataError
+from dpipe.hub.extra import hub_function
+from dpipe.tokenizer.process import (
     MAX_FILE_BYTES,
     TokenizerFailed,
     TokenizerProcess,
     described,
     tokenizer_process,
 )
-from dpipe.errors import ConfigError, DataError
-from dpipe.hub.extra import hub_function
 
 # Long runs too: patterns that backtrack without end do so over them.
 _SAMPLE = string.printable + "The fox is quick. " * 8 + "a" * 60 + "b" + " " * 60 + "0" * 60
@@ -24,6 +24,8 @@ _MOST_IDS = 16  # of a character: its bytes, and what a normalizer makes of it
 
 def vocabulary_of(config: Config) -> int:
     """Entries of the configured model's vocabulary."""
+    if config.model.hf is not None:
+        return int(hub_function("model:vocabulary")(config))
     return config.model.vocab_size or vocabulary(config.data.tokenizer)
 
 
@@ -49,6 +51,11 @@ def _content(path: str) -> bytes:
 class Tokenizer(Protocol):
     name: str  # as in data.tokenizer
     vocab_size: int
+
+    @property
+    def start(self) -> Sequence[int]:
+        """The tokens that it puts before a text."""
+
     fingerprint: bytes  # all that decides its ids
 
     def encode(self, text: str) -> list[int]: ...
@@ -61,6 +68,7 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256
+    start = ()
     fingerprint = b"bytes"
 
     def encode(self, text: str) -> list[int]:
@@ -79,6 +87,7 @@ class FileTokenizer:
     constructor also for a file that is missing or something else.
     """
 
+    start = ()
     marks: ClassVar[tuple[str, ...]] = ()  # tokens whose ids `mark_ids` has
     special_is_text: ClassVar[bool] = False  # whether a special token's name in a text is text
 

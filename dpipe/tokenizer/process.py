@@ -1,4 +1,4 @@
-"""The parent's end of a tokenizer's own process (`tokenizer_child.py`)."""
+"""The parent's end of a tokenizer's own process (`child.py`)."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from dpipe.data import tokenizer_child
+from dpipe.tokenizer import child
 from dpipe.wire.text import visible
 
 MAX_FILE_BYTES = 64 << 20  # three times the largest that is published
@@ -104,7 +104,7 @@ def tokenizer_process(
 ) -> Iterator[TokenizerProcess]:
     """A process that applies the tokenizer.json `content`; it ends with the block."""
     # -P: a file of the working folder must not stand in for a module.
-    argv = [sys.executable, "-P", tokenizer_child.__file__, str(MEMORY_BYTES)]
+    argv = [sys.executable, "-P", child.__file__, str(MEMORY_BYTES)]
     process = subprocess.Popen(  # noqa: S603 - this interpreter and a file beside this one
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
     )

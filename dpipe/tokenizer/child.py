@@ -1,4 +1,4 @@
-"""A process that does nothing but apply one tokenizer, within limits: `tokenizer_child.py BYTES`.
+"""A process that does nothing but apply one tokenizer, within limits: `child.py BYTES`.
 
 A tokenizer.json may be somebody else's, and there is no telling from a regular expression how long
 it takes, nor from a replacement how much it makes. Whatever goes wrong goes wrong here.
