@@ -140,9 +140,13 @@ class Cluster:
             self._check_end(source, target, source)
             self._check_end(source, target, target)
             links.setdefault((target, source), link)
-        object.__setattr__(self, "links", links)  # the way into a frozen dataclass
         back = {(target, source) for source, target in self.relayed}
-        object.__setattr__(self, "relayed", self.relayed | back)
+        relayed = self.relayed | back
+        if self.default_link is not None:
+            # Of its own, as a file says of a link whether it is relayed.
+            links = dict.fromkeys(sorted(relayed), self.default_link) | links
+        object.__setattr__(self, "links", links)  # the way into a frozen dataclass
+        object.__setattr__(self, "relayed", relayed)
 
     def _check_end(self, source: str, target: str, end: str) -> None:
         try:

@@ -348,3 +348,11 @@ def test_relayed_link_is_read_and_written_as_such() -> None:
     assert parse_machines(parse_toml(dump_machines(cluster))).relayed == both_ways
     with pytest.raises(ProfileError, match="relayed must be true or false, got 1"):
         parse_machines(parse_toml(machines + link + "1\n"))
+
+
+def test_relayed_pair_with_the_default_link_alone_is_written_too() -> None:
+    machines = (Machine("a"), Machine("b"), Machine("c"))
+    cluster = Cluster(machines, default_link=LOOPBACK, relayed=frozenset([("a", "b")]))
+    read = parse_machines(parse_toml(dump_machines(cluster)))
+    assert read.relayed == {("a", "b"), ("b", "a")}
+    assert read == cluster
