@@ -19,7 +19,8 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   plan           before a run: what it takes, where to cut the model
                   probe          what the layers of any model take and hold, tried
                   memory         what each rank will hold
-                  data           texts, tokens, batches
+                  data           texts, samples, batches
+                  tokenizer      texts to token ids, and back
                   export         a trained model for other programs, and how it does at tasks
                   hub            published models: transformers' modules, their weights
                   keeper         copies of layers in memory, kept and served

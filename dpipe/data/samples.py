@@ -403,8 +403,9 @@ def _instruction(row: Row, tokenizer: ChatTokenizer) -> Sample:
         asks = {"role": "user", "content": question}
         answers = {"role": "assistant", "content": str(answer)}
         return _pieces([asks, answers], tokenizer)
-    asked = [*tokenizer.start]
-    asked += tokenizer.encode(f"### Instruction:\n{question}\n\n### Response:\n")
+    asking = f"### Instruction:\n{question}\n\n### Response:\n"
+    asked = list(tokenizer.start)
+    asked += tokenizer.encode(asking)
     answered = tokenizer.encode(str(answer))
     if tokenizer.end is not None:
         answered.append(tokenizer.end)
@@ -418,10 +419,12 @@ def _completion(row: Row, tokenizer: ChatTokenizer) -> Sample:
     text = row.get("text")
     if not isinstance(text, str):
         raise DataError('a completion must have a "text"')
-    ids = [*tokenizer.start, *tokenizer.encode(text)]
+    ids = list(tokenizer.start)
+    ids += tokenizer.encode(text)
     if tokenizer.end is not None:
         ids.append(tokenizer.end)
-    return ids, [True] * len(ids)
+    mask = [True] * len(ids)
+    return ids, mask
 
 
 def _tokens(row: Row, tokenizer: ChatTokenizer) -> Sample:
