@@ -3,7 +3,7 @@
 server.py          the agents' connections around one `Rendezvous`, and each epoch's coordinator
 serving.py         where and how it listens
 job.py             what that asks of the job
-digests.py         what ranks say of the copies that others keep of their layers
+digests.py         what ranks say of the copies that others keep for them
 knocking.py        whether a process whose connection broke is still there
 coordinate.py      what `dpipe coordinate` does: check the job, keep the journal, serve the agents
 claiming.py        how it comes to its term, where another could coordinate the run, too

@@ -20,6 +20,7 @@ from dpipe.config.elastic import check_elastic
 from dpipe.config.load import Config, load
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.epoch.assignment import AssignedRun
+from dpipe.epoch.pieces import kept_at, pieces_of
 from dpipe.errors import ConfigError, DpipeError, RunError, TermLost
 from dpipe.memory.copies import copies_bytes
 from dpipe.plan.forecast import without_search
@@ -31,7 +32,7 @@ from dpipe.processes.signals import stop_on_signals
 from dpipe.report.display import Display, lasting
 from dpipe.report.tracking import Tracking
 from dpipe.run.join import security_of
-from dpipe.run.resume import layers_at, stages_at
+from dpipe.run.resume import stages_at
 from dpipe.store.checkpoint import latest
 from dpipe.store.identity import identity_of
 from dpipe.store.run_folder import (
@@ -225,7 +226,9 @@ def _needed_bytes(run_plan: RunPlan, rank: int) -> int:
     stages = stages_at(forecast.schedule, config.ranks_of(rank).pp_rank)
     parameter_bytes = sum(forecast.cost.reduce_bytes[stage] for stage in stages)
     others = min(config.guard.copies, config.world_size - 1)
-    copies = copies_bytes(parameter_bytes, others, config.train.optimizer)
+    # Norms, which each rank of a group has, are little.
+    part_bytes = parameter_bytes // config.tensor_parallel.size
+    copies = copies_bytes(part_bytes, others, config.train.optimizer)
     return held_bytes(run_plan, rank) + copies
 
 
@@ -317,7 +320,8 @@ class PlannedJob:
         assert identity is not None, "the folder has been opened"
         config = run_plan.config
         self.run = AssignedRun(**identity.as_table())
-        self.num_layers = sum(run_plan.forecast.split)
+        self.num_pieces = sum(run_plan.forecast.split) * pieces_of(config).num_parts
+        self.group_size = config.tensor_parallel.size
         self.world_size = config.world_size
         self.num_steps = config.train.steps
         self.folder = folder
@@ -343,9 +347,9 @@ class PlannedJob:
         run_plan = self._plan(ranks)
         return to_text(run_plan.config.digest(), run_plan.probed)
 
-    def layers(self, ranks: int) -> list[list[int]]:
+    def pieces(self, ranks: int) -> list[list[int]]:
         run_plan = self._plan(ranks)
-        return [layers_at(run_plan, rank) for rank in range(ranks)]
+        return [kept_at(run_plan, rank) for rank in range(ranks)]
 
     def memory_bytes(self, ranks: int) -> int:
         run_plan = self._plan(ranks)

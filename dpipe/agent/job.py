@@ -10,7 +10,8 @@ class ElasticJob(Protocol):
     """The job that is trained, as far as the server asks."""
 
     run: AssignedRun
-    num_layers: int
+    num_pieces: int
+    group_size: int  # ranks that must be on one machine
     world_size: int
     num_steps: int
     rows: RunRows
@@ -21,8 +22,8 @@ class ElasticJob(Protocol):
     def layer_costs(self, ranks: int) -> str:
         """Of that configuration, as `plan.launcher_costs` writes them."""
 
-    def layers(self, ranks: int) -> list[list[int]]:
-        """By rank, those that it trains."""
+    def pieces(self, ranks: int) -> list[list[int]]:
+        """By rank, those of the state that it trains (`keeper.pieces`)."""
 
     def memory_bytes(self, ranks: int) -> int:
         """What a rank holds at most."""

@@ -30,6 +30,7 @@ from dpipe.epoch.control import EpochControl
 from dpipe.epoch.epoch import EpochEnd, run_epoch
 from dpipe.errors import JoinError, RunError
 from dpipe.keeper.keeper import Keeper
+from dpipe.processes.neighbours import machine
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
@@ -303,6 +304,7 @@ class AgentProcess:
                 name=enlistment.name,
                 host=enlistment.host,
                 keeper=enlistment.keeper,
+                machine=enlistment.machine,
                 memory_bytes=self._memory_bytes,
                 epoch=enlistment.epoch,
                 working=enlistment.working,
@@ -335,6 +337,7 @@ def _enlistment(name: str, keeper: Keeper) -> Enlistment:
         name=name,
         host=socket.gethostname(),
         keeper=keeper.address,
+        machine=machine(),
     )
 
 

@@ -107,7 +107,8 @@ class ElasticServer:
         self._goodput = Goodput(self._newest_kept())
         self._rendezvous = Rendezvous(
             Settings(
-                num_layers=job.num_layers,
+                num_pieces=job.num_pieces,
+                group_size=job.group_size,
                 world_size=job.world_size,
                 num_steps=job.num_steps,
                 silence_s=settings.heartbeat_s,
@@ -347,7 +348,7 @@ class ElasticServer:
         seats = self._rendezvous.seats
         if message.epoch != self._rendezvous.epoch or agent_id not in seats:
             return
-        own = self._job.layers(len(seats))[seats.index(agent_id)]
+        own = self._job.pieces(len(seats))[seats.index(agent_id)]
         self._digests.take(message.step, own, message.digests)
 
     def _take_row(self, message: messages.Row) -> None:
@@ -399,7 +400,7 @@ class ElasticServer:
             # None: nothing is held, not even what a run begins with.
             resume_step=epoch.resume_step if epoch.sources else None,
             checkpoint=epoch.from_checkpoint,
-            sources={layer: list(keepers) for layer, keepers in epoch.sources.items()},
+            sources={piece: list(keepers) for piece, keepers in epoch.sources.items()},
             digests=self._digests.resumed_at(epoch.resume_step),
             guards=list(epoch.guards[rank]),
             saves_when_stopped=self._settings.saves_when_stopped,

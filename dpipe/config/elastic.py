@@ -2,6 +2,7 @@
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
+from dpipe.wire.format import FORMATS
 
 
 def check_elastic(config: Config) -> None:
@@ -18,25 +19,25 @@ def check_elastic(config: Config) -> None:
         )
     if config.train.patience is not None:
         raise ConfigError(
-            "train.patience ends a run early, and a run whose machines come and go ends at "
-            "train.steps: leave train.patience out"
+            "an elastic run ends at train.steps: leave train.patience out, which ends it early"
         )
-    if config.pipeline.may_remember:
+    replicas = config.data_parallel
+    remembers = replicas.replicas > 1 and FORMATS[replicas.wire].error_feedback
+    if config.pipeline.may_remember or remembers:
         raise ConfigError(
-            "an elastic run repeats steps, and a wire format of ranks, with +feedback or with "
-            "+delta does not send the same twice: set pipeline.wire to another one"
+            "an elastic run repeats steps, and a wire format of ranks, with +delta or with error "
+            "feedback does not send the same twice: set pipeline.wire or data_parallel.wire to "
+            "another one"
         )
     if config.pipeline.num_versions > 1:
         raise ConfigError(
             "an elastic run drops the step that is under way, and where steps overlap there are "
             f'two: set pipeline.schedule to another one than "{config.pipeline.schedule}"'
         )
-    # What copies of layers hold is whole layers, and the optimizer's state of each.
-    kind = config.data_parallel.active_kind
-    if config.tensor_parallel.size > 1 or kind.shards_optimizer or kind.has_server:
+    if replicas.active_kind.has_server and (replicas.address or replicas.staleness):
         raise ConfigError(
-            "an elastic run keeps each layer whole on a rank: set tensor_parallel.size = 1 and "
-            'data_parallel.kind = "all-reduce" or "local-sgd"'
+            "an elastic run takes its parameter server along with its ranks, and repeats steps "
+            "exactly: leave data_parallel.address and data_parallel.staleness out"
         )
 
 

@@ -2,6 +2,7 @@
 
 base.py        the contract that a run uses, and `Gathered`, a gather under way
 client.py      `Coordinator`: a rank's end of the stream
+abortable.py   what nothing can interrupt, given up where the run is over
 alone.py       `Alone`: the same for a run of one rank, without a server
 membership.py  what the server decides: who may join, who is lost, which cause wins; no I/O
 server.py      `CoordinatorServer`: the streams of all ranks around one membership, in rank 0

@@ -157,6 +157,9 @@ class AllReduce(DataParallel):
                 state |= self._background.delayed_state(stage, whole, whole=True)
         return state
 
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        return self._single.state()
+
     def restore(self, num_updates: int, moments: Moments) -> None:
         self._single.restore(num_updates, moments)
         if self._ahead:

@@ -22,6 +22,7 @@ import torch
 
 from dpipe.dataparallel.base import Moments, Traffic
 from dpipe.dataparallel.flat import FlatParameters
+from dpipe.errors import RunAborted
 
 Ready = Callable[[slice], None]  # told of each piece of the vector shortly before it is needed
 # (vector [N], stage, ready) -> what was sent
@@ -59,6 +60,7 @@ class BackgroundExchange:
         self._device = device
         # One: the replicas' exchanges pair up by their order alone.
         self._thread = ThreadPoolExecutor(1, name)
+        self._is_closed = False
         # by stage, oldest first
         self._pending: dict[int, deque[PendingGradient]] = {stage: deque() for stage in flat}
         # by stage: vectors that nobody uses
@@ -96,7 +98,9 @@ class BackgroundExchange:
         self._spare[stage].append(vector)
 
     def submit(self, exchange: Callable[[], list[Traffic]]) -> Future[None]:
-        """Run something else behind what is in progress."""
+        """Run something else behind what is in progress. Raises `RunAborted` after `close`."""
+        if self._is_closed:
+            raise RunAborted("replicas exchange nothing any more: their run has ended")
         return self._thread.submit(self._run, exchange)
 
     def due(self, stage: int) -> PendingGradient | None:
@@ -165,6 +169,7 @@ class BackgroundExchange:
             self._pending[stage].append(PendingGradient(vector, exchanged))
 
     def close(self) -> None:
+        self._is_closed = True
         # The other replicas wait for what has begun.
         self._thread.shutdown()
 

@@ -133,6 +133,12 @@ class DataParallel(Protocol):
         from it.
         """
 
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """What `restore` takes, of a kind that declares `same_state`: this replica needs no other's
+        part.
+        """
+        return self.state()
+
     def restore(self, num_updates: int, moments: Moments) -> None:
         """Go on after `num_updates` updates; `moments` holds whole tensors, of any shape with the
         right size.

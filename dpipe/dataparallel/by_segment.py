@@ -85,6 +85,9 @@ class BySegment(DataParallel):
     def state(self) -> dict[str, torch.Tensor]:
         return self._inner.state()
 
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        return self._inner.whole_state()
+
     def restore(self, num_updates: int, moments: Moments) -> None:
         self._inner.restore(num_updates, moments)
 

@@ -54,6 +54,8 @@ class Kind:
     has_server: bool = False
     # whether each replica takes data_parallel.inner_steps by itself between two exchanges
     has_inner_steps: bool = False
+    # whether each replica has all of the optimizer's state (`whole_state` of `base.py`), undelayed
+    same_state: bool = False
     shards_optimizer: bool = False  # whether each replica holds 1 / R of the optimizer's state
     rounds_answer: bool = True  # whether data_parallel.wire rounds what comes back too
     # whether data_parallel.group "torch" can take the place of dpipe's own exchange
@@ -86,6 +88,7 @@ KINDS = Choices[Kind](
         late_by="delay",
         torch_group=True,
         leaves_out=True,
+        same_state=True,
     ),
     Kind(
         "sharded",

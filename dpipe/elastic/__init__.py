@@ -2,7 +2,7 @@
 
 agents.py      what the coordinator knows of a machine, and what it decides for an epoch
 lineage.py     which copies of the model belong to the run as it goes on, and the newest whole one
-seating.py     who takes which rank, who keeps whose copies, who has which layers
+seating.py     who takes which rank, who keeps whose copies, who has which pieces
 rendezvous.py  what the coordinator decides: when an epoch ends, and where the next one begins
 attendance.py  what an agent decides: when it works, stops and gives up
 messages.py    what agents and the coordinator say to each other, and its schemas

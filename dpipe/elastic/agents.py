@@ -36,6 +36,7 @@ class Enlistment:
     name: str  # for people
     host: str
     keeper: str  # host:port
+    machine: str = ""  # equal for agents that reach each other over loopback
     epoch: int = 0  # the newest that it was told of; 0: none
     working: bool = False  # at `epoch`
     held: Held = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Epoch:
     resume_step: int  # the state it begins with: so many steps are done
     seats: tuple[str, ...]  # by rank, the agent's id
     from_checkpoint: bool = False
-    # By layer, the keepers of its state of `resume_step`; empty: a checkpoint's, or the initial one
+    # By piece, the keepers of its state of `resume_step`; empty: a checkpoint's, or the initial one
     sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     guards: tuple[tuple[str, ...], ...] = ()  # by rank, who keeps its copies
 

@@ -13,7 +13,7 @@ replicas. No copy is used on the strength of that.
 import math
 from collections.abc import Iterable, Mapping
 
-Held = Mapping[int, frozenset[int]]  # by step, the layers whose state before that step is held
+Held = Mapping[int, frozenset[int]]  # by step, the pieces of which the state before it is held
 
 
 class Lineage:
@@ -43,19 +43,19 @@ class Lineage:
         """What is good of the copies of a machine that last heard of `epoch`."""
         newest = self.newest_valid(epoch)
         good = {}
-        for step, layers in held.items():
+        for step, pieces in held.items():
             if step <= newest:
-                good[step] = layers
+                good[step] = pieces
         return good
 
 
-def newest_whole(copies: Iterable[Held], num_layers: int) -> int | None:
-    """The newest step of which every layer is held by somebody."""
+def newest_whole(copies: Iterable[Held], num_pieces: int) -> int | None:
+    """The newest step of which every piece is held by somebody."""
     by_step: dict[int, set[int]] = {}
     for held in copies:
-        for step, layers in held.items():
+        for step, pieces in held.items():
             known = by_step.setdefault(step, set())
-            known.update(layers)
-    every = set(range(num_layers))
-    whole = [step for step, layers in by_step.items() if layers >= every]
+            known.update(pieces)
+    every = set(range(num_pieces))
+    whole = [step for step, pieces in by_step.items() if pieces >= every]
     return max(whole, default=None)

@@ -10,7 +10,7 @@
     agent ──▶ coordinator    committed    Step 41 is made.
                              row          Rank 0 measured that in step 41.
                              agreed       All ranks have the state of step 40 whole.
-                             vouched      My layers of step 40 have these digests.
+                             vouched      My pieces of step 40 have these digests.
     coordinator ──▶ agent    retire       Copies from before step 40 can go.
                              stop         End epoch 4, after this step or at once.
     agent ──▶ coordinator    ended        My part of epoch 4 is over; I hold that.
@@ -30,7 +30,7 @@ from dpipe.elastic.agents import Enlistment, EpochOutcome, EpochReport
 from dpipe.elastic.lineage import Held
 from dpipe.wire.schema import Count, Finite, Schema, Sha256, Shape, Text
 
-PROTOCOL = 1
+PROTOCOL = 2
 METHOD = "/dpipe.elastic.v1.Agents/Attend"
 JOB_METHOD = "/dpipe.elastic.v1.Agents/Job"
 STATUS_METHOD = "/dpipe.elastic.v1.Agents/Status"
@@ -39,8 +39,9 @@ MESSAGE_BYTES = 4 << 20  # what gRPC takes
 
 AgentId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 KeeperAddress = Annotated[str, Field(max_length=300, pattern=r"^[\w.:%\[\]-]+:[0-9]{1,5}$")]
-Layers = Annotated[list[Count], Field(max_length=100_000)]
-HeldLayers = Annotated[dict[Count, Layers], Field(max_length=1000)]
+# Of the state: `keeper.pieces`
+Pieces = Annotated[list[Count], Field(max_length=100_000)]
+HeldPieces = Annotated[dict[Count, Pieces], Field(max_length=1000)]
 Seconds = Annotated[float, Field(ge=0, le=30 * 86_400)]
 
 
@@ -59,10 +60,11 @@ class Enlist(Shape):
     name: Text
     host: Text
     keeper: KeeperAddress
+    machine: Text = ""
     memory_bytes: Count
     epoch: Count
     working: bool
-    held: HeldLayers
+    held: HeldPieces
     last: WorkReport | None = None
 
     def enlistment(self) -> Enlistment:
@@ -71,6 +73,7 @@ class Enlist(Shape):
             name=self.name,
             host=self.host,
             keeper=self.keeper,
+            machine=self.machine,
             epoch=self.epoch,
             working=self.working,
             held=as_sets(self.held),
@@ -99,7 +102,7 @@ class Agreed(Shape):
 
 
 class Vouched(Shape):
-    """By layer, SHA-256 of the copy that the agent's rank has made of it, as others keep it."""
+    """By piece, SHA-256 of the copy that the agent's rank has made of it, as others keep it."""
 
     kind: Literal["vouched"] = "vouched"
     epoch: Count
@@ -118,13 +121,13 @@ class Row(Shape):
 class Ended(Shape):
     kind: Literal["ended"] = "ended"
     report: WorkReport
-    held: HeldLayers
+    held: HeldPieces
 
 
 class Holds(Shape):
     kind: Literal["holds"] = "holds"
     epoch: Count
-    held: HeldLayers
+    held: HeldPieces
 
 
 class Leave(Shape):
@@ -223,7 +226,7 @@ STATUS_REQUEST = Schema[StatusRequest](StatusRequest)
 
 
 def as_lists(held: Held) -> dict[int, list[int]]:
-    return {step: sorted(layers) for step, layers in held.items()}
+    return {step: sorted(pieces) for step, pieces in held.items()}
 
 
 def as_report(report: EpochReport) -> WorkReport:
@@ -231,7 +234,7 @@ def as_report(report: EpochReport) -> WorkReport:
 
 
 def as_sets(held: dict[int, list[int]]) -> dict[int, frozenset[int]]:
-    return {step: frozenset(layers) for step, layers in held.items()}
+    return {step: frozenset(pieces) for step, pieces in held.items()}
 
 
 def as_epoch_report(report: WorkReport) -> EpochReport:

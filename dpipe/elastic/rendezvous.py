@@ -33,7 +33,7 @@ from itertools import chain
 
 from dpipe.elastic.agents import Agent, Agents, Enlistment, Epoch, EpochOutcome, EpochReport
 from dpipe.elastic.lineage import Lineage, newest_whole
-from dpipe.elastic.seating import guardians, holders, seated
+from dpipe.elastic.seating import guardians, holders, num_seats, seated
 
 _MOST_FAILURES = 3  # of ranks, after which the run has come no further
 _MOST_PAUSE_S = 30.0  # before another epoch, where those before made no step
@@ -49,7 +49,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    num_layers: int
+    num_pieces: int  # of the state, each of which a rank holds whole
     world_size: int  # that the job asks for
     num_steps: int
     silence_s: float = 40.0  # after which an agent is lost
@@ -57,6 +57,7 @@ class Settings:
     patience_s: float = 30.0  # for another one, before it goes on with fewer
     stop_s: float = 300.0  # for a step to end that a newcomer waits for
     copies: int = 1  # of each rank's state, kept by others
+    group_size: int = 1  # ranks, from the first one on, that must be on one machine
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Rendezvous:
         self._idle_epochs = 0  # in a row, that made no step
         self._stop_by: float | None = None  # when an epoch that was asked to stop is closed
         self._rests = False  # no other epoch begins
+        self._scattered = 0  # agents that were too few on each machine, as was said
         self._guards: frozenset[str] = frozenset()  # keepers of copies of the last epoch
 
     @property
@@ -355,8 +357,8 @@ class Rendezvous:
             return
         if not self._has_stepped:
             return
-        free = [agent for agent in self.agents.values() if agent.is_free]
-        more = self._size_for(ranks + len(free))
+        agents = self.agents.values()
+        more = self._size_for([a for a in agents if a.is_free or a.id in self.seats])
         if more is None or more <= ranks:
             return
         steps_left = self._settings.num_steps - self.newest_step
@@ -364,9 +366,10 @@ class Rendezvous:
             self._cluster.note(f"stopping after this step to go on with {more} ranks")
             self._stop_after_step(now + self._settings.stop_s)
 
-    def _size_for(self, num_agents: int) -> int | None:
+    def _size_for(self, agents: list[Agent]) -> int | None:
         wanted = self._settings.world_size
-        return wanted if num_agents >= wanted else self._cluster.fewer(num_agents)
+        most = num_seats(agents, self._settings.group_size)
+        return wanted if most >= wanted else self._cluster.fewer(most)
 
     def _form(self, now: float) -> None:
         """Begin the next epoch, if there is somebody to begin it with."""
@@ -382,12 +385,24 @@ class Rendezvous:
             # There is nobody to hand over to.
             self._let_leavers_go()
             return
-        size = self._size_for(len(free))
+        size = self._size_for(free)
         patience_s = self._settings.patience_s if self.epoch else self._settings.gather_s
         is_patient = now - self.since <= patience_s
         if size is None or (size < self._settings.world_size and is_patient):
+            self._name_scattered(free)
             return
         self._begin(free, size, now)
+
+    def _name_scattered(self, free: list[Agent]) -> None:
+        """Why there are agents enough, and no epoch: once, and again where others have come."""
+        if len(free) < self._settings.world_size or len(free) == self._scattered:
+            return
+        self._scattered = len(free)
+        self._cluster.note(
+            f"{len(free)} processes have joined, and ranks wait: those that hold their layers "
+            f"together need {self._settings.group_size} processes on one machine each; start more "
+            "where there are too few"
+        )
 
     def _awaits_copies(self) -> bool:
         """Whether somebody whose connection broke, and who may be back at once, holds what makes
@@ -403,12 +418,13 @@ class Rendezvous:
 
     def _newest_whole(self, agents: list[Agent]) -> int | None:
         held = [agent.held for agent in agents]
-        return newest_whole(held, self._settings.num_layers)
+        return newest_whole(held, self._settings.num_pieces)
 
     def _begin(self, free: list[Agent], size: int, now: float) -> None:
         # What is held while somebody works belongs to the work.
         holding = [agent for agent in self._idle() if agent.connected]
-        epoch = self._next_epoch(seated(free, self.seats, size), holding)
+        seats = seated(free, self.seats, size, self._settings.group_size)
+        epoch = self._next_epoch(seats, holding)
         self._lineage.add(epoch.number, epoch.resume_step)
         self.seats = epoch.seats
         self._guards = frozenset(chain.from_iterable(epoch.guards))

@@ -1,45 +1,98 @@
-"""Who takes which rank, who keeps whose copies, and who has which layers.
+"""Who takes which rank, who keeps whose copies, and who has which pieces of the state.
 
 ranks of the last epoch     a  b  c  d      spares  e
-c is lost                   a  b  e  d              who stays keeps its rank: it has the layers
+c is lost                   a  b  e  d              who stays keeps its rank: it has the state
+
+With tensor parallelism ranks come in groups, each of them on one machine:
+
+machine 1: a b   2: c d     a  b  c  d      spares  e f (3)  g (1)
+b is lost                   a  g  c  d      another on its machine
+c is lost                   a  g  e  f      none there: d waits as a spare
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dpipe.elastic.agents import Agent
 
 
-def seated(free: Sequence[Agent], last: Sequence[str], world_size: int) -> tuple[str, ...]:
+def num_seats(agents: Iterable[Agent], group_size: int) -> int:
+    """The most ranks that these agents can have, where each group of ranks is on one machine."""
+    by_machine = Counter(_machine(agent, group_size) for agent in agents)
+    return sum(count // group_size * group_size for count in by_machine.values())
+
+
+def seated(
+    free: Sequence[Agent], last: Sequence[str], world_size: int, group_size: int = 1
+) -> tuple[str, ...]:
     """By rank, an agent's id: those of the last epoch where they were, others in the order in which
-    they joined. There are at least `world_size` agents in `free`.
+    they joined. `free` have `num_seats` for `world_size` ranks.
+
+    A group that has lost ranks gets others on its machine, or else moves to another one.
     """
-    ids = {agent.id for agent in free}
+    machine_of = {agent.id: _machine(agent, group_size) for agent in free}
     staying = {}
     for rank, agent_id in enumerate(last[:world_size]):
-        if agent_id in ids:
+        if agent_id in machine_of:
             staying[rank] = agent_id
-    seated_ids = set(staying.values())
-    others = [agent for agent in free if agent.id not in seated_ids]
-    # Who had a rank beyond the last one, then who waited longest.
-    others.sort(key=lambda agent: (agent.id not in last, agent.joined_at, agent.id))
-    waiting = iter(others)
-    seats = []
-    for rank in range(world_size):
-        if rank in staying:
-            seats.append(staying[rank])
+    waiting = _waiting(free, last, staying.values(), group_size)
+    groups = [range(first, first + group_size) for first in range(0, world_size, group_size)]
+    # Whole ones first, so that they lose nobody to another group.
+    groups.sort(key=lambda ranks: sum(rank not in staying for rank in ranks))
+    seats: dict[int, str] = {}
+    moving = []
+    for ranks in groups:
+        homes = [machine_of[staying[rank]] for rank in ranks if rank in staying]
+        if homes and len(waiting[homes[0]]) >= group_size:
+            seats |= _filled(ranks, staying, waiting[homes[0]])
         else:
-            newcomer = next(waiting)
-            seats.append(newcomer.id)
-    return tuple(seats)
+            moving.append(ranks)
+    for ranks in moving:
+        fitting = (ids for ids in waiting.values() if len(ids) >= group_size)
+        seats |= _filled(ranks, staying, next(fitting))
+    return tuple(seats[rank] for rank in range(world_size))
+
+
+def _machine(agent: Agent, group_size: int) -> str:
+    # Ranks that need no other on their machine may be anywhere.
+    return agent.enlistment.machine if group_size > 1 else ""
+
+
+def _waiting(
+    free: Iterable[Agent], last: Collection[str], staying: Collection[str], group_size: int
+) -> dict[str, list[str]]:
+    """By machine, in the order in which they get a rank: who has none to go back to first."""
+
+    def turn(agent: Agent) -> tuple[bool, bool, float, str]:
+        # Who had a rank beyond the last one, then who waited longest.
+        return (agent.id in staying, agent.id not in last, agent.joined_at, agent.id)
+
+    waiting: dict[str, list[str]] = {}
+    for agent in sorted(free, key=turn):
+        waiting.setdefault(_machine(agent, group_size), []).append(agent.id)
+    return waiting
+
+
+def _filled(ranks: range, staying: Mapping[int, str], waiting: list[str]) -> dict[int, str]:
+    """By rank of the group, who of `waiting` gets it, and waits no longer."""
+    seats = {}
+    for rank in ranks:
+        if staying.get(rank) in waiting:
+            seats[rank] = staying[rank]
+            waiting.remove(staying[rank])
+    for rank in ranks:
+        if rank not in seats:
+            seats[rank] = waiting.pop(0)
+    return seats
 
 
 def holders(agents: Iterable[Agent], step: int) -> dict[int, tuple[str, ...]]:
-    """By layer, the keepers of its state of `step`."""
+    """By piece, the keepers of its state of `step`."""
     sources: dict[int, tuple[str, ...]] = {}
     for agent in agents:
-        for layer in agent.held.get(step, ()):
-            known = sources.get(layer, ())
-            sources[layer] = (*known, agent.keeper)
+        for piece in agent.held.get(step, ()):
+            known = sources.get(piece, ())
+            sources[piece] = (*known, agent.keeper)
     return sources
 
 

@@ -238,9 +238,9 @@ class Update:
             self._refuse(verdict)
         return verdicts
 
-    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def state(self, *, alone: bool = False) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """For a checkpoint: plain numbers, and this rank's part of the optimizer's state by
-        layer-global name.
+        layer-global name; `alone`: all that one replica needs (`DataParallel.whole_state`).
 
         Parameters are final when it returns.
         """
@@ -249,7 +249,8 @@ class Update:
         numbers: dict[str, Any] = {"num_updates": self.num_updates}
         numbers |= self.loss_scale.state()
         numbers |= self.best.state()
-        return numbers, self._data_parallel.state()
+        replicas = self._data_parallel
+        return numbers, replicas.whole_state() if alone else replicas.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
         self.num_updates = _count_in(numbers, "num_updates")

@@ -31,10 +31,10 @@ class Assignment(Shape):
     token: Annotated[str, Field(min_length=1, max_length=1000)]  # of its links
     run: AssignedRun
     start: Hex  # new each epoch: who writes checkpoints with an earlier one is refused
-    resume_step: Count | None = None  # before which the keepers hold every layer
+    resume_step: Count | None = None  # before which the keepers hold every piece
     checkpoint: bool = False  # with resume_step None: from the newest checkpoint
-    sources: dict[int, list[Address]] = Field(default_factory=dict)  # by layer, who holds it
-    # By layer, what whoever trained it says that its copy is; one of none is believed
+    sources: dict[int, list[Address]] = Field(default_factory=dict)  # by piece, who holds it
+    # By piece, what whoever trained it says that its copy is; one of none is believed
     digests: dict[int, list[Sha256]] = Field(default_factory=dict)
     guards: list[Address] = Field(default_factory=list)  # where this rank sends its copies
     saves_when_stopped: bool = False  # where all reach the checkpoints

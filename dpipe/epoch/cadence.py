@@ -59,7 +59,8 @@ def steps_between(config: Config, forecast: Forecast) -> int:
     for pp_rank in range(len(schedule.programs)):
         stages = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == pp_rank]
         parameter_bytes = sum(forecast.cost.reduce_bytes[stage] for stage in stages)
-        copied = state_bytes(parameter_bytes, config.train.optimizer)
+        part_bytes = parameter_bytes // config.tensor_parallel.size
+        copied = state_bytes(part_bytes, config.train.optimizer)
         taking_us = _TAKEN_US + max(1, config.guard.copies) * copied / _TAKEN_BYTES_US
         sending_us = config.guard.copies * _bytes_us(forecast.network, pp_rank, copied)
         busy_us = sum(span.duration_us for span in forecast.timeline.on(pp_rank, Lane.SEND))

@@ -12,7 +12,7 @@ nothing is written into a run's folder. Threads, sockets and memory of an epoch 
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +32,13 @@ from dpipe.epoch.cadence import Cadence
 from dpipe.epoch.control import EpochControl
 from dpipe.epoch.guard import Guard, Vouch
 from dpipe.epoch.idle_time import IdleTime, WatchedLinks
+from dpipe.epoch.pieces import kept_at, needed_at, pieces_of
 from dpipe.epoch.state import EpochState
 from dpipe.errors import ConfigError, DpipeError, InputError, JoinError, NumericError
 from dpipe.keeper.client import Fetching, KeeperClient
-from dpipe.keeper.copies import LayerCopy, unpack
+from dpipe.keeper.copies import PieceCopy, unpack
 from dpipe.keeper.keeper import Keeper
+from dpipe.keeper.pieces import Pieces
 from dpipe.plan.run_plan import RunPlan
 from dpipe.processes.environment import ProcessInfo
 from dpipe.report.rows import OnRow
@@ -48,7 +50,7 @@ from dpipe.run.build import (
     resources_of,
 )
 from dpipe.run.join import joined
-from dpipe.run.resume import find_start, layers_at, restore
+from dpipe.run.resume import find_start, restore
 from dpipe.store.checkpoint import Loaded
 from dpipe.store.identity import RunIdentity, check_writer, claim
 from dpipe.store.run_folder import checkpoint_url
@@ -133,9 +135,11 @@ class _Epoch:
         self._on_row = on_row
         self._vouch = vouch
         self._loaded: Loaded | None = None
-        self._copies: list[LayerCopy] = []  # that it goes on from
+        self._copies: list[PieceCopy] = []  # that it goes on from
         self._state: EpochState | None = None
         self._steps = 0
+        self._kept_step: int | None = None  # the newest whose state its keeper has
+        self._pieces = Pieces()
 
     @property
     def next_step(self) -> int | None:
@@ -150,6 +154,7 @@ class _Epoch:
         self._keeper.fence(assigned.epoch, assigned.resume_step or 0)
         config = self._config(node, trust_code)
         self._steps = config.train.steps
+        self._pieces = pieces_of(config)
         process = ProcessInfo(
             assigned.rank,
             assigned.world_size,
@@ -190,21 +195,34 @@ class _Epoch:
             job = assemble(run_plan, resources, stack)
             restore(self._loaded, job.stages, job.update, job.here)
             first_step = 0 if self._loaded is None else self._loaded.step
+            # What it begins with is held as it came: here it may be cut otherwise.
+            self._kept_step = first_step
             self._loaded = None  # as large as the model and its moments
             coordinator.barrier("assembled", job.timeout_s)
             # Until the run is over, not the epoch: nobody releases it while another rank claims.
             if job.checkpoint_url is not None:
                 claim(job.checkpoint_url, job.identity, takes_unmarked=first_step > 0)
-            self._train(job, first_step, links, Cadence(run_plan.config, run_plan.forecast))
+            self._train(job, first_step, links, run_plan)
 
     def keep_state(self) -> None:
         """Into the keeper, where it is whole: what this rank has done beyond the last guarded
         step.
         """
         state = self._state
-        self._state = None
         if state is not None and state.is_whole:
-            self._keeper.hold(state.take(state.next_step))
+            self._keep(state)
+
+    def _keep(self, state: EpochState) -> None:
+        if state.next_step == self._kept_step:
+            return
+        try:
+            copies = state.take(state.next_step)
+        except (DpipeError, OSError) as error:
+            # Of what replicas exchange behind a step, something has not come any more.
+            LOG.info("the state before step %d is not whole here: %s", state.next_step, error)
+            return
+        self._keeper.hold(copies)
+        self._kept_step = state.next_step
 
     def _config(self, node: NodeConfig, trust_code: bool) -> Config:
         """Raises `ConfigError`, also for what an epoch cannot do yet."""
@@ -231,38 +249,48 @@ class _Epoch:
         step = assigned.resume_step
         if step is None:
             return None
-        copies = []
-        missing = []
-        for layer in self._own_layers(run_plan):
-            copy = self._keeper.find(step, layer)
-            known = assigned.digests.get(layer, [])
-            # What is here may be another's.
-            if copy is None or (known and copy.digest not in known):
-                missing.append(layer)
-            else:
-                copies.append(copy)
-        with Fetching(assigned.epoch, self._keeper.security, self._connected) as fetching:
-            for layer in missing:
-                sources = assigned.sources.get(layer, [])
-                known = assigned.digests.get(layer, [])
-                copies.append(fetching.fetch(step, layer, sources, known))
+        own = kept_at(run_plan, assigned.rank)
+        needed = self._fetched(step, needed_at(run_plan, assigned.rank))
+        # Own ones last: other replicas may have other buffers.
+        needed.sort(key=lambda copy: copy.piece in own)
+        copies = [copy for copy in needed if copy.piece in own]
         # Where each epoch ends soon, the states of all of them would add up.
-        self._keeper.keep(self._own_layers(run_plan), self._keeper.fallbacks(step))
+        self._keeper.keep(own, self._keeper.fallbacks(step))
         # Others may need them from here before the next copies are taken.
         self._keeper.hold(copies)
         self._copies = copies
-        return unpack(copies)
+        return unpack(needed, self._pieces)
+
+    def _fetched(self, step: int, pieces: Iterable[int]) -> list[PieceCopy]:
+        """Those pieces, from this keeper or from others."""
+        assigned = self._assignment
+        copies = []
+        missing = []
+        for piece in pieces:
+            copy = self._keeper.find(step, piece)
+            known = assigned.digests.get(piece, [])
+            # What is here may be another's.
+            if copy is None or (known and copy.digest not in known):
+                missing.append(piece)
+            else:
+                copies.append(copy)
+        security = self._keeper.security
+        with Fetching(assigned.epoch, security, self._connected, self._pieces) as fetching:
+            for piece in missing:
+                sources = assigned.sources.get(piece, [])
+                known = assigned.digests.get(piece, [])
+                copies.append(fetching.fetch(step, piece, sources, known))
+        return copies
 
     def _connected(self, client: KeeperClient) -> None:
         self._control.on_abort("fetch", lambda error: client.cancel())
 
-    def _own_layers(self, run_plan: RunPlan) -> list[int]:
-        return layers_at(run_plan, self._assignment.rank)
-
     def _attempt(self, coordinator: Coordination) -> None:
         self._control.on_abort("join", coordinator.give_up)
 
-    def _train(self, job: Job, first_step: int, transport: WatchedLinks, cadence: Cadence) -> None:
+    def _train(self, job: Job, first_step: int, transport: WatchedLinks, run_plan: RunPlan) -> None:
+        config = run_plan.config
+        cadence = Cadence(config, run_plan.forecast)
         transport.rehearse(partial(rehearse, job, first_step))
         with ExitStack() as stack:
             guard = Guard(
@@ -290,8 +318,10 @@ class _Epoch:
             evaluates = job.train.eval_every
             due = evaluates is not None and first_step % evaluates == 0
             trainer = Trainer(job, first_step, evaluates_first=due)
-            self._state = EpochState(job, trainer)
+            self._state = EpochState(job, trainer, config)
             trainer.run()
+            # As long as other ranks are there: it may need an exchange with them.
+            self._keep(self._whole_state())
 
     def _whole_state(self) -> EpochState:
         assert self._state is not None, "a step has been taken"

@@ -1,5 +1,5 @@
-"""Copies of a rank's layers, every few steps: here, and on machines that are lost for other
-reasons.
+"""Copies of a rank's pieces of the state, every few steps: here, and on machines that are lost
+for other reasons.
 
     step     17        18        19        20        21   ...   30
     here     copy 17                       copy 20              copy 30    before that step
@@ -23,11 +23,11 @@ from threading import Event, Thread
 from dpipe.engine.update import Verdict
 from dpipe.errors import DpipeError
 from dpipe.keeper.client import KeeperClient
-from dpipe.keeper.copies import LayerCopy
+from dpipe.keeper.copies import PieceCopy
 from dpipe.keeper.keeper import Keeper
 from dpipe.wire.rpc import Security
 
-Vouch = Callable[[int, dict[int, str]], None]  # a step; by layer its digest
+Vouch = Callable[[int, dict[int, str]], None]  # a step; by piece its digest
 
 LOG = logging.getLogger("dpipe")
 _RETRY_S = 5.0  # before a guard that could not be reached is tried again
@@ -39,7 +39,7 @@ class Guard:
     them to each of `addresses`. `before_chunk` waits until the link is free. `every` may be set at
     any step, on all ranks alike.
 
-    `vouch` gets, on a thread of the guard, the step and the digests of the layers that go there.
+    `vouch` gets, on a thread of the guard, the step and the digests of the pieces that go there.
     `resumed` is the step that the epoch goes on from, and may have to go back to; `copies` are
     those that it goes on from, of all ranks or of none.
 
@@ -54,9 +54,9 @@ class Guard:
         every: int,
         addresses: Sequence[str],
         security: Security,
-        take: Callable[[int], list[LayerCopy]],
+        take: Callable[[int], list[PieceCopy]],
         resumed: int = 0,
-        copies: Sequence[LayerCopy] = (),
+        copies: Sequence[PieceCopy] = (),
         before_chunk: Callable[[], None] = lambda: None,
         vouch: Vouch = lambda step, digests: None,
     ) -> None:
@@ -73,7 +73,7 @@ class Guard:
         self._agreed = -1  # the newest that is whole on all ranks
         # The steps that the run may go back to, as long as no newer one is agreed
         self._kept = keeper.fallbacks(resumed)
-        self._queue: SimpleQueue[tuple[list[LayerCopy], list[int]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[PieceCopy], list[int]] | None] = SimpleQueue()
         self._closing = Event()
         self._client: KeeperClient | None = None
         self._thread = Thread(target=self._send_all, name="guard", daemon=True)
@@ -106,7 +106,7 @@ class Guard:
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 
-    def _send(self, step: int, copies: list[LayerCopy]) -> None:
+    def _send(self, step: int, copies: list[PieceCopy]) -> None:
         self._taken = step
         if self._addresses:
             self._queue.put((copies, sorted(self._kept)))
@@ -129,14 +129,14 @@ class Guard:
         while (sending := self._queue.get()) is not None:
             copies, kept = sending
             # First: what is there before it is known could be anybody's.
-            self._say_digests(copies[0].step, {copy.layer: copy.digest for copy in copies})
+            self._say_digests(copies[0].step, {copy.piece: copy.digest for copy in copies})
             for address in self._addresses:
                 self._send_until_there(address, copies, kept)
             if self._closing.is_set():
                 return
             self._vouch(copies[0].step)
 
-    def _send_until_there(self, address: str, copies: list[LayerCopy], kept: list[int]) -> None:
+    def _send_until_there(self, address: str, copies: list[PieceCopy], kept: list[int]) -> None:
         while not self._closing.is_set():
             try:
                 with KeeperClient(address, self._security) as self._client:

@@ -4,16 +4,24 @@ from dataclasses import replace
 
 import torch
 
+from dpipe.config.load import Config
 from dpipe.engine.trainer import Job, Trainer
-from dpipe.keeper.copies import LayerCopy, pack
+from dpipe.epoch.pieces import num_keeping, part_at, pieces_of
+from dpipe.keeper.copies import PieceCopy, pack
 from dpipe.store.tensor_shards import first_buffers
 
 
 class EpochState:
-    """The state of a rank's layers, as a checkpoint would have it, while they are trained."""
+    """The state of a rank's layers while they are trained, named as a checkpoint has it: of each
+    layer the part that this rank keeps (`pieces.py`).
+    """
 
-    def __init__(self, job: Job, trainer: Trainer) -> None:
+    def __init__(self, job: Job, trainer: Trainer, config: Config) -> None:
         self._job = job
+        self._pieces = pieces_of(config)
+        self._part = part_at(config, job.here.rank)
+        self._is_alone = num_keeping(config) == 1
+        self._looks_ahead = config.data_parallel.replicas > 1 and config.data_parallel.delay
         self._trainer = trainer
         self._layers: set[int] = set()
         for stage in job.stages.values():
@@ -33,13 +41,18 @@ class EpochState:
 
     @property
     def is_whole(self) -> bool:
-        """Parameters change in the update alone: before and after it they are those of a step."""
-        return not self._trainer.updating
+        """Also amid a step. Parameters change in the update alone: before and after it they are
+        those of a step; unless replicas look ahead, which changes them as a step begins.
+        """
+        return not (self._trainer.updating or self._looks_ahead)
 
-    def take(self, step: int) -> list[LayerCopy]:
+    def take(self, step: int) -> list[PieceCopy]:
         """Copies of the state before `step`, which it is in."""
-        numbers, moments = self._job.update.state()
+        job = self._job
+        numbers, moments = job.update.state(alone=self._is_alone)
         tensors: dict[str, torch.Tensor] = dict(self._buffers)
-        for stage in self._job.stages.values():
-            tensors.update(stage.named_parameters())
-        return pack(step, tensors, moments, numbers, self._layers)
+        # As in a checkpoint: what differs on others is among their moments.
+        if self._is_alone or job.here.dp_rank == 0:
+            for stage in job.stages.values():
+                tensors.update(stage.named_parameters())
+        return pack(step, tensors, moments, numbers, self._layers, self._part, self._pieces)

@@ -1,6 +1,8 @@
-"""Copies of layers' states in memory: kept by a process that outlives an epoch, and served.
+"""Copies of a model's state in memory, in pieces: kept by a process that outlives an epoch, and
+served.
 
-copies.py    a layer's state at a step, in the format of checkpoints, as bytes with a digest
+pieces.py    what a piece is: a layer, or a rank's part of one
+copies.py    a piece's state at a step, in the format of checkpoints, as bytes with a digest
 messages.py  what is asked of a keeper over a connection, and its schemas
 keeper.py    `Keeper`: what one process holds, its bounds, and its port
 server.py    who may ask, and the answers

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from dpipe.errors import DpipeError, RunError, TransferError
-from dpipe.keeper.copies import LayerCopy, unpack
+from dpipe.keeper.copies import PieceCopy, check
 from dpipe.keeper.messages import ANSWER, Answer, Offered, Refused, Request, Wanted
+from dpipe.keeper.pieces import WHOLE_LAYERS, Pieces
 from dpipe.keeper.server import CHUNK_BYTES, PROTOCOL, SILENCE_S, read_exactly, read_framed
 from dpipe.session import greeting
 from dpipe.session.dial import dial
@@ -18,7 +19,7 @@ from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 
 LOG = logging.getLogger("dpipe")
-MAX_COPY_BYTES = 1 << 36  # of one layer; no more memory is taken for what a keeper announces
+MAX_COPY_BYTES = 1 << 36  # of one piece; no more memory is taken for what a keeper announces
 _CONNECT_S = 10.0
 
 
@@ -63,39 +64,39 @@ class KeeperClient:
         """Wake the thread that waits here. From any thread."""
         shut(self._socket)
 
-    def get(self, epoch: int, step: int, layer: int, digests: Sequence[str] = ()) -> LayerCopy:
+    def get(self, epoch: int, step: int, piece: int, digests: Sequence[str] = ()) -> PieceCopy:
         """Raises `Refused`, and `TransferError` where what comes is not what its digest says, or
         its digest is none of `digests`; without those the keeper is believed.
         """
-        answer = self._ask(Request(get=Wanted(epoch=epoch, step=step, layer=layer)))
+        answer = self._ask(Request(get=Wanted(epoch=epoch, step=step, piece=piece)))
         if not 0 < answer.size <= MAX_COPY_BYTES:
-            raise TransferError(f"{self.address} announces {answer.size} bytes for layer {layer}")
+            raise TransferError(f"{self.address} announces {answer.size} bytes for piece {piece}")
         if digests and answer.digest not in digests:
             raise TransferError(
-                f"{self.address} has another layer {layer} before step {step} than the rank that "
+                f"{self.address} has another piece {piece} before step {step} than the rank that "
                 "trained it"
             )
-        copy = LayerCopy(step, layer, read_exactly(self._socket, answer.size))
+        copy = PieceCopy(step, piece, read_exactly(self._socket, answer.size))
         if copy.digest != answer.digest:
-            raise TransferError(f"layer {layer} from {self.address} arrived damaged")
+            raise TransferError(f"piece {piece} from {self.address} arrived damaged")
         return copy
 
     def put(
         self,
         epoch: int,
-        copy: LayerCopy,
+        copy: PieceCopy,
         before_chunk: Callable[[], None] = _nothing,
         kept: Sequence[int] = (),
     ) -> None:
         """Returns when the keeper has the copy whole, at once where it had it before; then it
-        forgets those of this layer that are not of the steps `kept`. Raises `Refused`, and what
+        forgets those of this piece that are not of the steps `kept`. Raises `Refused`, and what
         `before_chunk` raises.
         """
         size = len(copy.content)
         offered = Offered(
             epoch=epoch,
             step=copy.step,
-            layer=copy.layer,
+            piece=copy.piece,
             size=size,
             digest=copy.digest,
             kept=tuple(kept),
@@ -124,13 +125,18 @@ class KeeperClient:
 
 class Fetching:
     """Copies for an epoch, each from the first of its sources that gives it. Connections are kept
-    from one layer to the next; `close` ends them.
+    from one piece to the next; `close` ends them.
     """
 
     def __init__(
-        self, epoch: int, security: Security, on_connect: Callable[[KeeperClient], None]
+        self,
+        epoch: int,
+        security: Security,
+        on_connect: Callable[[KeeperClient], None],
+        pieces: Pieces = WHOLE_LAYERS,
     ) -> None:
         self._epoch = epoch
+        self._pieces = pieces
         self._security = security
         self._on_connect = on_connect
         self._clients: dict[str, KeeperClient] = {}
@@ -144,18 +150,18 @@ class Fetching:
             client.close()
 
     def fetch(
-        self, step: int, layer: int, sources: Sequence[str], digests: Sequence[str] = ()
-    ) -> LayerCopy:
-        """`digests` are those of whoever has trained the layer. Raises `RunError` naming a layer
+        self, step: int, piece: int, sources: Sequence[str], digests: Sequence[str] = ()
+    ) -> PieceCopy:
+        """`digests` are those of whoever has trained the piece. Raises `RunError` naming one
         that nobody gives, and why.
         """
         reasons = []
         for address in sources:
             if address not in self._broken:
                 try:
-                    copy = self._client(address).get(self._epoch, step, layer, digests)
+                    copy = self._client(address).get(self._epoch, step, piece, digests)
                     if not digests:
-                        unpack([copy])  # one that is none must not end the run
+                        check(copy, self._pieces)  # one that is none must not end the run
                     return copy
                 except Refused as refusal:
                     reasons.append(f"{address}: {refusal}")
@@ -167,7 +173,8 @@ class Fetching:
                     )
             reasons.append(f"{address}: {self._broken[address]}")
         why = "; ".join(reasons) or "nobody holds it"
-        raise RunError(f"layer {layer} before step {step} cannot be fetched: {why}")
+        name = self._pieces.name(piece)
+        raise RunError(f"{name} before step {step} cannot be fetched: {why}")
 
     def _client(self, address: str) -> KeeperClient:
         if address not in self._clients:

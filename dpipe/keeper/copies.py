@@ -1,6 +1,7 @@
-"""A layer's state at a step, as bytes: a safetensors file in memory.
+"""The state of a piece (`pieces.py`) at a step, as bytes: a safetensors file in memory.
 
-    layers.3.mlp.up.weight                      a parameter or a buffer, whole
+    layers.3.mlp.up.weight                      a parameter or a buffer, whole;
+                                                or the part of it that its rank has
     optimizer/layers.3.mlp.up.weight.exp_avg    what a checkpoint has in its optimizer files
     state                                       the numbers of a checkpoint, as the bytes of a JSON
 
@@ -22,20 +23,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from dpipe.errors import CheckpointError
-from dpipe.store.checkpoint import Loaded, Tensors
+from dpipe.keeper.pieces import WHOLE_LAYERS, Pieces
+from dpipe.store.checkpoint import Loaded, Tensors, with_slices_joined
 
 _LAYER = re.compile(r"layers\.(\d{1,9})\.", re.ASCII)
 _OPTIMIZER = "optimizer/"
 _STATE = "state"
+_WHERE = "the copy in memory"
 _MAX_STATE_BYTES = 1 << 16  # some numbers
 
 
 @dataclass(frozen=True)
-class LayerCopy:
-    """The state of one layer before `step`."""
+class PieceCopy:
+    """The state of one piece before `step`."""
 
     step: int
-    layer: int
+    piece: int
     content: bytes
 
     @cached_property
@@ -52,10 +55,13 @@ def pack(
     optimizer: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     layers: Iterable[int],
-) -> list[LayerCopy]:
-    """Copies of `layers`, also of those that have no parameters. The tensors may change afterwards.
+    part: int = 0,
+    pieces: Pieces = WHOLE_LAYERS,
+) -> list[PieceCopy]:
+    """Copies of that part of `layers`, also of those that have no parameters. The tensors may
+    change afterwards.
 
-    `tensors` and `optimizer` are named as in a checkpoint.
+    `tensors` and `optimizer` are named as in a checkpoint, and what this rank has of them.
     """
     numbers = json.dumps(dict(state), sort_keys=True).encode()
     by_layer: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
@@ -67,30 +73,36 @@ def pack(
     copies = []
     for layer, content in by_layer.items():
         content[_STATE] = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
-        copies.append(LayerCopy(step, layer, save(content)))
+        copies.append(PieceCopy(step, pieces.number(layer, part), save(content)))
     return copies
 
 
-def unpack(copies: Iterable[LayerCopy]) -> Loaded:
-    """What a checkpoint would give of these layers. Raises `CheckpointError` if there are none, if
-    they are not all of one step and state, or if one is damaged.
+def unpack(copies: Iterable[PieceCopy], pieces: Pieces = WHOLE_LAYERS) -> Loaded:
+    """What a checkpoint would give of these pieces; of what several have, that of the last one.
+    Raises `CheckpointError` if there are none, if they are not all of one step and state, or if one
+    is damaged.
     """
-    tensors = Tensors("the copy in memory")
-    optimizer = Tensors("the copy in memory")
+    tensors = Tensors(_WHERE)
+    optimizer = Tensors(_WHERE)
     states: list[tuple[int, dict[str, Any]]] = []
     for copy in copies:
-        content = _read(copy)
-        states.append((copy.step, _state_of(content.pop(_STATE, None), copy)))
-        for name, tensor in content.items():
-            if name.startswith(_OPTIMIZER):
-                optimizer[name.removeprefix(_OPTIMIZER)] = tensor
+        content, state = _read(copy, pieces)
+        states.append((copy.step, state))
+        for key, tensor in content.items():
+            if key.startswith(_OPTIMIZER):
+                optimizer[key.removeprefix(_OPTIMIZER)] = tensor
             else:
-                tensors[name] = tensor
+                tensors[key] = tensor
     if not states or any(state != states[0] for state in states):
         steps = sorted({step for step, _ in states})
         raise CheckpointError(f"the copies of the layers are not of one state: steps {steps}")
     step, state = states[0]
-    return Loaded(step, state, tensors, optimizer)
+    return Loaded(step, state, tensors, with_slices_joined(optimizer, _WHERE))
+
+
+def check(copy: PieceCopy, pieces: Pieces) -> None:
+    """Raises `CheckpointError` if it is damaged, or not of the layer that it is said to be of."""
+    _read(copy, pieces)
 
 
 def layer_of(name: str) -> int:
@@ -103,21 +115,24 @@ def layer_of(name: str) -> int:
     return int(match[1])
 
 
-def _read(copy: LayerCopy) -> dict[str, torch.Tensor]:
-    """Only tensors of the layer that the copy is said to be of."""
+def _read(copy: PieceCopy, pieces: Pieces) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Its tensors, only of the layer that the copy is said to be of, and its state."""
+    own = pieces.name(copy.piece)
     try:
         content = load(copy.content)
     # A name that is not UTF-8 is a ValueError, a dtype that torch lacks a KeyError.
     except (SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the copy of layer {copy.layer} is damaged: {error}") from None
+        raise CheckpointError(f"the copy of {own} is damaged: {error}") from None
+    layer = pieces.layer_of(copy.piece)
     for name in content:
-        if name != _STATE and layer_of(name.removeprefix(_OPTIMIZER)) != copy.layer:
-            raise CheckpointError(f"the copy of layer {copy.layer} holds {name!a:.200}")
-    return content
+        if name != _STATE and layer_of(name.removeprefix(_OPTIMIZER)) != layer:
+            raise CheckpointError(f"the copy of {own} holds {name!a:.200}")
+    state = _state_of(content.pop(_STATE, None), own)
+    return content, state
 
 
-def _state_of(tensor: torch.Tensor | None, copy: LayerCopy) -> dict[str, Any]:
-    damaged = CheckpointError(f"the copy of layer {copy.layer} is damaged: it has no state")
+def _state_of(tensor: torch.Tensor | None, own: str) -> dict[str, Any]:
+    damaged = CheckpointError(f"the copy of {own} is damaged: it has no state")
     if tensor is None or tensor.dtype != torch.uint8 or tensor.numel() > _MAX_STATE_BYTES:
         raise damaged
     try:

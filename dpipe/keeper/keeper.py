@@ -1,7 +1,7 @@
-"""`Keeper`: the copies that one process holds, its own layers' and those of others.
+"""`Keeper`: the copies that one process holds, of its own pieces of the state and of others'.
 
     this rank   hold ──────────┐
-    another's   put  ──server──┼─▶ copies by step and layer ──server──▶ get   a newcomer
+    another's   put  ──server──┼─▶ copies by step and piece ──server──▶ get   a newcomer
     this rank   get  ◀─────────┘                retire(before)
 
 It outlives epochs. What it is sent is bounded before memory is taken for it, and asked for by whom
@@ -12,7 +12,7 @@ from collections.abc import Collection
 from threading import Lock
 from typing import Self
 
-from dpipe.keeper.copies import LayerCopy
+from dpipe.keeper.copies import PieceCopy
 from dpipe.keeper.messages import Offered, Refused, Wanted
 from dpipe.keeper.server import KeeperServer
 from dpipe.wire.rpc import Security
@@ -39,7 +39,7 @@ class Keeper:
     ) -> None:
         self.security = security
         self._lock = Lock()
-        self._copies: dict[tuple[int, int], LayerCopy] = {}  # by step and layer
+        self._copies: dict[tuple[int, int], PieceCopy] = {}  # by step and piece
         self._of_others: set[tuple[int, int]] = set()
         self._arriving_bytes = 0  # promised to who sends now
         self._max_bytes = max_bytes
@@ -78,11 +78,11 @@ class Keeper:
                 self._forget(key)
 
     def held(self) -> dict[int, list[int]]:
-        """By step, the layers that are here whole."""
+        """By step, the pieces that are here whole."""
         with self._lock:
             by_step: dict[int, list[int]] = {}
-            for step, layer in sorted(self._copies):
-                by_step.setdefault(step, []).append(layer)
+            for step, piece in sorted(self._copies):
+                by_step.setdefault(step, []).append(piece)
         return by_step
 
     def fallbacks(self, resumed: int) -> set[int]:
@@ -98,23 +98,23 @@ class Keeper:
         with self._lock:
             return sum(len(copy.content) for copy in self._copies.values())
 
-    def hold(self, copies: list[LayerCopy]) -> None:
-        """Keep copies of this process's own layers."""
+    def hold(self, copies: list[PieceCopy]) -> None:
+        """Keep copies of this process's own pieces."""
         with self._lock:
             for copy in copies:
-                self._copies[copy.step, copy.layer] = copy
-                self._of_others.discard((copy.step, copy.layer))
+                self._copies[copy.step, copy.piece] = copy
+                self._of_others.discard((copy.step, copy.piece))
 
-    def keep(self, layers: Collection[int], steps: Collection[int]) -> None:
-        """Of these layers forget the copies of other steps."""
+    def keep(self, pieces: Collection[int], steps: Collection[int]) -> None:
+        """Of these pieces forget the copies of other steps."""
         with self._lock:
-            for step, layer in tuple(self._copies):
-                if layer in layers and step not in steps:
-                    self._forget((step, layer))
+            for step, piece in tuple(self._copies):
+                if piece in pieces and step not in steps:
+                    self._forget((step, piece))
 
-    def find(self, step: int, layer: int) -> LayerCopy | None:
+    def find(self, step: int, piece: int) -> PieceCopy | None:
         with self._lock:
-            return self._copies.get((step, layer))
+            return self._copies.get((step, piece))
 
     def retire(self, before: int) -> None:
         """Forget the copies of steps before that one."""
@@ -132,13 +132,13 @@ class Keeper:
 
     # For the server
 
-    def give(self, wanted: Wanted) -> LayerCopy:
+    def give(self, wanted: Wanted) -> PieceCopy:
         """Raises `Refused`."""
         with self._lock:
             self._check_epoch(wanted.epoch)
-            copy = self._copies.get((wanted.step, wanted.layer))
+            copy = self._copies.get((wanted.step, wanted.piece))
         if copy is None:
-            raise Refused(f"layer {wanted.layer} before step {wanted.step} is not held here")
+            raise Refused(f"piece {wanted.piece} before step {wanted.step} is not held here")
         return copy
 
     def has(self, offered: Offered) -> bool:
@@ -147,13 +147,13 @@ class Keeper:
         """
         with self._lock:
             self._check_epoch(offered.epoch)
-        copy = self.find(offered.step, offered.layer)
+        copy = self.find(offered.step, offered.piece)
         # Outside the lock: the digest may have to be made.
         if copy is None or copy.digest != offered.digest:
             return False
         with self._lock:
             # It may have been forgotten meanwhile.
-            if (copy.step, copy.layer) not in self._copies:
+            if (copy.step, copy.piece) not in self._copies:
                 return False
             self._drop_earlier(copy, offered.kept)
         return True
@@ -179,28 +179,28 @@ class Keeper:
             if content is None:
                 return
             self._check_epoch(offered.epoch)
-        copy = LayerCopy(offered.step, offered.layer, content)
+        copy = PieceCopy(offered.step, offered.piece, content)
         if copy.digest != offered.digest:
-            raise Refused(f"layer {offered.layer} arrived damaged: its digest is another")
-        key = (copy.step, copy.layer)
+            raise Refused(f"piece {offered.piece} arrived damaged: its digest is another")
+        key = (copy.step, copy.piece)
         with self._lock:
             if key in self._copies and key not in self._of_others:
-                raise Refused(f"layer {copy.layer} before step {copy.step} is of this rank itself")
+                raise Refused(f"piece {copy.piece} before step {copy.step} is of this rank itself")
             self._of_others.add(key)
             self._copies[key] = copy
             self._drop_earlier(copy, offered.kept)
 
     # With the lock held
 
-    def _drop_earlier(self, copy: LayerCopy, kept: Collection[int]) -> None:
+    def _drop_earlier(self, copy: PieceCopy, kept: Collection[int]) -> None:
         """What its sender is done with: nobody else says so to a process that has no rank. The own
         copies of this one are not the sender's to drop.
         """
-        for step, layer in tuple(self._of_others):
+        for step, piece in tuple(self._of_others):
             if step < min(kept, default=0) or (
-                layer == copy.layer and step not in (copy.step, *kept)
+                piece == copy.piece and step not in (copy.step, *kept)
             ):
-                self._forget((step, layer))
+                self._forget((step, piece))
 
     def _retire(self, before: int) -> None:
         for key in [key for key in self._copies if key[0] < before]:

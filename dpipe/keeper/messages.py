@@ -1,7 +1,7 @@
 """What goes over a connection with a keeper, once both ends have proved that they know the token.
 
-    asks      {"get": {epoch, step, layer}}                  answers  {size, digest}, then the bytes
-    asks      {"put": {epoch, step, layer, size, digest,     answers  {size: 0}: there is room
+    asks      {"get": {epoch, step, piece}}                  answers  {size, digest}, then the bytes
+    asks      {"put": {epoch, step, piece, size, digest,     answers  {size: 0}: there is room
                        kept}}
                                                                       {held: true}: it is here
               the bytes                                               {size: 0}: they are whole
@@ -27,7 +27,7 @@ class Wanted(Shape):
 
     epoch: Count
     step: Count
-    layer: Count
+    piece: Count
 
 
 class Offered(Shape):
@@ -35,7 +35,7 @@ class Offered(Shape):
 
     epoch: Count
     step: Count
-    layer: Count
+    piece: Count
     size: Count
     digest: Sha256
     # Steps that the run may go back to

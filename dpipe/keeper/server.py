@@ -9,7 +9,7 @@ from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Protocol
 
 from dpipe.errors import DpipeError, TransferError
-from dpipe.keeper.copies import LayerCopy
+from dpipe.keeper.copies import PieceCopy
 from dpipe.keeper.messages import REQUEST, Answer, Offered, Refused, Request, Wanted
 from dpipe.session import greeting
 from dpipe.session.listen import open_listener
@@ -17,7 +17,7 @@ from dpipe.session.stream import Tls, shut, tune
 from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
 from dpipe.wire.rpc import Security
 
-PROTOCOL = 2
+PROTOCOL = 3
 GREETING_S = 10.0
 SILENCE_S = 40.0  # of a transfer without a byte; and of a connection that asks nothing
 CHUNK_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _STOP_S = 5.0
 class CopyStore(Protocol):
     """What is served: a `Keeper`. Each method may raise `Refused`."""
 
-    def give(self, wanted: Wanted) -> LayerCopy: ...
+    def give(self, wanted: Wanted) -> PieceCopy: ...
 
     def has(self, offered: Offered) -> bool: ...
 
@@ -138,7 +138,7 @@ class KeeperServer:
         except Refused as refusal:
             _say(sock, Answer(refusal=str(refusal)))
 
-    def _send(self, sock: socket.socket, copy: LayerCopy) -> None:
+    def _send(self, sock: socket.socket, copy: PieceCopy) -> None:
         _say(sock, Answer(size=len(copy.content), digest=copy.digest))
         view = memoryview(copy.content)
         # In chunks: the time limit of a socket is for one call.

@@ -21,6 +21,7 @@ from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traff
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
+from dpipe.errors import RunAborted
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
 from dpipe.paramworker.client import ServerAccess, StageClient
@@ -293,6 +294,7 @@ class ParameterServerWorker(DataParallel):
         self._rate = 0.0
         self._loss_scale = 1.0
         self._opened = False
+        self._is_closed = False
         self._num_updates = 0  # of a checkpoint, until the first step begins
         self._moments: Moments = {}
 
@@ -340,6 +342,8 @@ class ParameterServerWorker(DataParallel):
         return factor is not None
 
     def finish(self, stage: int) -> None:
+        if self._is_closed:
+            raise RunAborted("the parameter server is asked no more: its run has ended")
         self._workers[stage].finish()
 
     def traffic(self) -> list[Traffic]:
@@ -385,5 +389,6 @@ class ParameterServerWorker(DataParallel):
             worker.client.fail(error)
 
     def close(self) -> None:
+        self._is_closed = True
         for worker in self._workers.values():
             worker.close()

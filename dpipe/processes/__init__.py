@@ -4,6 +4,7 @@ environment.py   which rank a process is; the only reader of the process's envir
 imports.py       imports that stay, left out of the collection of garbage
 launch.py        all ranks as processes of this machine: signals, logs, exit code
 leash.py         the program between launcher and rank: the rank ends when the launcher dies
+neighbours.py    whether two processes are on one machine
 signals.py       a rank that is asked to stop stops after its step
 
 To add a launcher: a function as `_from_slurm` in environment.py, and its place in the order there.

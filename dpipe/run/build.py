@@ -283,6 +283,7 @@ def resources_of(
     recorder = Recorder(process.rank, streams)
     if group is not None:
         group.watch = recorder.exchanging
+        stack.callback(group.close)
     return RankResources(
         here=here,
         coordinator=coordinator,

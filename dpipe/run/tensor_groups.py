@@ -2,15 +2,15 @@
 stage's.
 """
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from dpipe.config.load import Config
+from dpipe.coordinator.abortable import unless_over
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import PLACE
 from dpipe.errors import ConfigError
+from dpipe.processes.neighbours import machine
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import ComputingStage, PipelineStage
 from dpipe.stage.scatter import Scattered
@@ -46,26 +46,22 @@ def tensor_group(
     ranks = [place.model_dump() for place in shared]
     refuse_apart(ranks, here.tp_size)
     port = ranks[here.tp_group[0]]["port"]
-    group = TensorGroup(
-        own_store or open_store(_LOOPBACK, port, timeout_s, master=False),
-        here.tp_group,
-        here.tp_rank,
-        host=_LOOPBACK,
-        sequence=config.tensor_parallel.sequence_parallel,
-        device=config.node.device,
-        timeout_s=timeout_s,
-    )
+
+    def opened() -> TensorGroup:
+        return TensorGroup(
+            own_store or open_store(_LOOPBACK, port, timeout_s, master=False),
+            here.tp_group,
+            here.tp_rank,
+            host=_LOOPBACK,
+            sequence=config.tensor_parallel.sequence_parallel,
+            device=config.node.device,
+            timeout_s=timeout_s,
+        )
+
+    # Torch waits for a rank that is gone until its timeout.
+    group = unless_over(coordinator, opened)
     coordinator.on_abort(group.fail)
     return group
-
-
-def machine() -> str:
-    """Equal for processes that reach each other over loopback: the boot of their kernel, and their
-    network namespace.
-    """
-    # A container may share the first with its host, and not the second.
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
 
 
 def refuse_apart(ranks: Sequence[Mapping[str, object]], size: int) -> None:

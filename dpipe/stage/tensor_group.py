@@ -91,7 +91,13 @@ class TensorGroup:
     def fail(self, error: Exception) -> None:
         """From any thread: let the collective under way, and all that follow, raise `error`."""
         self._error = error  # first: the thread that waits reads it as soon as the abort wakes it
-        self._group.abort()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Free its sockets: what went wrong may hold this object for longer, by a traceback."""
+        self._group = None
 
     def _do(self, begin: Callable[[], Any], num_bytes: int) -> None:
         try:

@@ -288,7 +288,7 @@ def _load_step(store: Storage, step: int, names: _Names, skipped: tuple[str, ...
     if not callable(names):
         for name in names:
             model[name]  # raises if it is missing
-    joined = _with_slices_joined(optimizer, store.path(step))
+    joined = with_slices_joined(optimizer, f"the checkpoint {store.path(step)}")
     for name, layout in index.get("layouts", {}).items():
         if name in joined:
             joined[name] = _in_order(joined[name], layout, name, store.path(step, INDEX))
@@ -314,11 +314,11 @@ def _filtered(names: Mapping[str, str], wanted: Callable[[str], bool]) -> dict[s
     return {name: file for name, file in names.items() if wanted(name)}
 
 
-def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
+def with_slices_joined(tensors: Tensors, where: str) -> Tensors:
     """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12 elements. Raises `CheckpointError` if a
     part between is missing.
     """
-    joined = Tensors(f"the checkpoint {where}")
+    joined = Tensors(where)
     parts = dict[str, dict[int, torch.Tensor]]()  # by name: the elements from each start on
     for name, tensor in tensors.items():
         part = parse_slice(name)
@@ -334,10 +334,11 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
         # Each begins where the one before ends. That the last one reaches the end, whoever takes
         # the tensor sees by its size.
         if ends[:-1] != starts:
-            raise CheckpointError(
-                f"the checkpoint {where} holds {name} in parts from {starts}, not all of it"
-            )
-        joined[name] = torch.cat(pieces)
+            raise CheckpointError(f"{where} holds {name} in parts from {starts}, not all of it")
+        try:
+            joined[name] = torch.cat(pieces)
+        except RuntimeError as error:  # of dtypes that do not go together
+            raise CheckpointError(f"{where} holds {name!a:.200} damaged: {error}") from None
     return joined
 
 

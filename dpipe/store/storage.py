@@ -148,9 +148,12 @@ class Storage:
                 self._create_local(Path(path), content)
             else:
                 self._fs.pipe_file(path, content, mode="create")
-        except FileExistsError:
-            return  # somebody was first: who reads it back sees who
         except OSError as error:
+            # Somebody may have been first: who reads it back sees who. Of a condition that was not
+            # met s3fs says no more than that an argument is invalid.
+            self._fs.invalidate_cache()
+            if isinstance(error, FileExistsError) or self._fs.exists(path):
+                return
             raise RunError(f"cannot write {path}: {error}; set run.checkpoint_url") from error
 
     def replace(self, name: str, content: bytes) -> None:

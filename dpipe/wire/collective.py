@@ -6,14 +6,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dpipe.errors import PeerLost
+
 
 def open_group(
     store: Any, rank: int, size: int, *, host: str, device: torch.device, timeout_s: float
 ) -> Any:
     """This rank's end of a group: gloo, bound to `host`, or NCCL for a GPU. The ends find each
-    other by `store`.
+    other by `store`. Raises `PeerLost` where one does not come, or is gone.
     """
-    timeout = timedelta(seconds=timeout_s)
+    try:
+        return _open(store, rank, size, host, device, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerLost(
+            f"number {rank} of the {size} ranks of a torch.distributed group: {error}"
+        ) from error
+
+
+def _open(
+    store: Any, rank: int, size: int, host: str, device: torch.device, timeout: timedelta
+) -> Any:
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -28,8 +40,14 @@ def open_group(
 
 def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
     """The store by which a group's ends find each other. The `master` opens it at `host`, on a free
-    port for 0; the others connect to it.
+    port for 0; the others connect to it. Raises `PeerLost` where nobody answers there.
     """
     timeout = timedelta(seconds=timeout_s)
-    # Nobody is waited for here: whoever looks for a key waits until it is set.
-    return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    try:
+        # Nobody is waited for here: whoever looks for a key waits until it is set.
+        return store(host, port, is_master=master, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"no store of a torch.distributed group at {host}:{port}: {error}"
+        ) from error

@@ -26,7 +26,7 @@ from dpipe.epoch.control import EpochControl
 from dpipe.epoch.epoch import EpochEnd
 from dpipe.errors import JoinError
 from dpipe.keeper.client import KeeperClient
-from dpipe.keeper.copies import LayerCopy
+from dpipe.keeper.copies import PieceCopy
 from dpipe.keeper.keeper import Keeper
 from dpipe.report.metrics import read_rows
 from dpipe.wire.rpc import Security, open_channel, token_metadata
@@ -43,7 +43,8 @@ def fake_job(world_size: int = 2, num_steps: int = 1_000_000) -> Any:
     )
     return SimpleNamespace(
         run=RUN,
-        num_layers=4,
+        num_pieces=4,
+        group_size=1,
         world_size=world_size,
         num_steps=num_steps,
         rows=rows,
@@ -102,7 +103,7 @@ def train_guarded(
         aborted.wait(WAIT_S)
         return EpochEnd("aborted", "spares have come", step)
     while not aborted.wait(0.002):
-        copies = [LayerCopy(step, layer, bytes(1000)) for layer in range(2)]
+        copies = [PieceCopy(step, layer, bytes(1000)) for layer in range(2)]
         keeper.hold(copies)
         for address in assignment.guards:
             with KeeperClient(address, TOKEN) as client:
@@ -207,7 +208,7 @@ def test_copies_take_no_more_memory_however_long_a_run_is(tmp_path: Path, spares
     keepers = {f"spare {number}": Keeper(security=TOKEN) for number in range(spares)}
     for keeper in keepers.values():
         # Of layers that nobody sends it any more.
-        keeper.hold([LayerCopy(0, layer, bytes(1000)) for layer in (2, 3)])
+        keeper.hold([PieceCopy(0, layer, bytes(1000)) for layer in (2, 3)])
     try:
         rank = place.agent("rank", train=train_guarded)
         until(lambda: "rank" in place.ranks(), "the first agent")

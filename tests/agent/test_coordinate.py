@@ -79,7 +79,14 @@ def test_ports_of_epochs() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data_parallel__kind": "sharded", "data_parallel__replicas": 2}, "whole on a rank"),
+        (
+            {
+                "data_parallel__kind": "parameter-server",
+                "data_parallel__replicas": 2,
+                "data_parallel__address": ("127.0.0.1:7100",),
+            },
+            "takes its parameter server along",
+        ),
         ({"pipeline__split": "measured", "pipeline__stages": 2}, "before anything is measured"),
         ({"pipeline__wire": "int8+feedback", "pipeline__stages": 2}, "does not send the same"),
     ],

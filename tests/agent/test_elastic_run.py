@@ -21,6 +21,7 @@ from dpipe.store import checkpoint
 from dpipe.wire.rpc import Security
 
 STEPS = 150  # that a run on a fast machine has not ended before the last of its faults
+PARTS_STEPS = 100
 PHASES_STEPS = 50  # where the last machine joins once all others have gone
 
 
@@ -142,6 +143,47 @@ def test_second_loss_comes_while_two_neighbours_are_being_replaced(
     assert [ranks for _, ranks in epochs(forks)] == [4, 4, 4]
     assert losses_of(forks) == list(enumerate(undisturbed.losses))
     assert_same_bits(end_of(forks.folder / "runs" / "run"), undisturbed.end)
+
+
+PARTS = {
+    "tensor parallelism": {"tensor_parallel.size": 2},
+    "all-reduce": {"data_parallel.kind": "all-reduce", "data_parallel.replicas": 2},
+    "sharded": {"data_parallel.kind": "sharded", "data_parallel.replicas": 2},
+    "local-sgd": {
+        "data_parallel.kind": "local-sgd",
+        "data_parallel.replicas": 2,
+        "data_parallel.inner_steps": 7,
+    },
+    "parameter server": {"data_parallel.kind": "parameter-server", "data_parallel.replicas": 2},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_ranks_that_have_layers_together_are_replaced(
+    parts: str, forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
+) -> None:
+    """Two stages of two ranks and a spare. One rank is killed, then one for which there is no
+    other.
+    """
+    keys = {"train.steps": PARTS_STEPS, **PARTS[parts]}
+    options = [word for key, value in keys.items() for word in ("-o", f"{key}={value}")]
+    port = free_port()
+    bind = ("--bind", f"127.0.0.1:{port}", "--patience", "1")
+    forks.start("coordinator", "coordinate", "job.toml", "-o", "pipeline.stages=2", *options, *bind)
+    for number in range(5):
+        forks.start(f"m{number}", "join", f"127.0.0.1:{port}", "--name", f"m{number}")
+    forks.wait_until(lambda: step(forks) >= 7, "some steps")
+    forks.kill(seats(port)[1])
+    forks.wait_until(lambda: len(epochs(forks)) == 2, "another epoch")
+    begun_at = epochs(forks)[-1][0]
+    forks.wait_until(lambda: step(forks) >= begun_at + 7, "steps without the one that was killed")
+    forks.kill(seats(port)[2])
+    assert forks.exit_code("coordinator") == 0
+    assert [ranks for _, ranks in epochs(forks)] == [4, 4, 2]
+    changes = {key.replace(".", "__"): value for key, value in keys.items()}
+    whole = tiny(pipeline__stages=1, **changes)
+    assert losses_of(forks) == list(enumerate(losses(whole)))
+    assert_same_bits(end_of(forks.folder / "runs" / "run"), end_of(Path(whole.run.folder)))
 
 
 def test_clocks_that_jump_end_nothing(forks: Forks, undisturbed: Undisturbed) -> None:

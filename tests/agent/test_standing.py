@@ -5,7 +5,7 @@ from dpipe.elastic.rendezvous import Phase, Rendezvous, Settings
 
 
 def test_status_says_how_fast_each_rank_is() -> None:
-    rendezvous = Rendezvous(Settings(num_layers=2, world_size=2, num_steps=9), None)  # type: ignore[arg-type]
+    rendezvous = Rendezvous(Settings(num_pieces=2, world_size=2, num_steps=9), None)  # type: ignore[arg-type]
     rendezvous.phase = Phase.RUNNING
     rendezvous.seats = ("b", "a")
     for name in "abc":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from agent.forks import Forks
 from agent.journals import step
+from support.object_store import bucket
 from support.small_job import TEXT, small_toml
 
 from dpipe.config.load import Config
@@ -21,14 +22,24 @@ HEARTBEAT_S = 12  # so that a standby waits for 3 s
 
 
 @pytest.fixture
-def forks(tmp_path: Path, warm_python: str) -> Iterator[Forks]:
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """run.checkpoint_url."""
+    if getattr(request, "param", "folder") == "folder":
+        yield f"{tmp_path}/shared"
+        return
+    with bucket("shared") as url:
+        yield f"{url}/run"
+
+
+@pytest.fixture
+def forks(tmp_path: Path, warm_python: str, shared: str) -> Iterator[Forks]:
     (tmp_path / "text.txt").write_text(TEXT)
     text = small_toml(
         train={"steps": STEPS, "learning_rate": 1e-2},
         pipeline={"stages": 2},
         guard={"every": 5},
         timeouts={"transfer": 60, "heartbeat": HEARTBEAT_S},
-        run={"checkpoint_url": f"{tmp_path}/shared"},
+        run={"checkpoint_url": shared},
     )
     (tmp_path / "job.toml").write_text(text)
     forks = Forks(tmp_path, warm_python)
@@ -50,11 +61,11 @@ def begin(forks: Forks) -> None:
     forks.wait_until(lambda: "standing by" in forks.log("standby"), "the standby")
 
 
-def assert_undisturbed(forks: Forks, config: Config, losses: list[float]) -> None:
+def assert_undisturbed(forks: Forks, shared: str, config: Config, losses: list[float]) -> None:
     """What the standby has of the run is what one rank makes of the job."""
     rows = read_rows(forks.folder / "runs" / "standby")
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [*enumerate(losses)]
-    ours = checkpoint.load(f"{forks.folder}/shared", lambda name: True)
+    ours = checkpoint.load(shared, lambda name: True)
     theirs = checkpoint.load(f"{config.run.folder}/checkpoints", lambda name: True)
     assert ours.step == theirs.step
     for named, others in ((ours.tensors, theirs.tensors), (ours.optimizer, theirs.optimizer)):
@@ -63,7 +74,7 @@ def assert_undisturbed(forks: Forks, config: Config, losses: list[float]) -> Non
 
 
 def test_coordinator_that_was_stopped_is_no_second_truth(
-    forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
+    forks: Forks, shared: str, tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
     """SIGSTOP until another has taken over; then it answers nobody, and says who has the run."""
     begin(forks)
@@ -81,10 +92,12 @@ def test_coordinator_that_was_stopped_is_no_second_truth(
     assert [forks.exit_code(f"m{number}") for number in range(2)] == [0, 0]
     assert len(read_rows(forks.folder / "runs" / "run")) == stale
     config = tiny(train__steps=STEPS, pipeline__stages=1)
-    assert_undisturbed(forks, config, losses(config))
+    assert_undisturbed(forks, shared, config, losses(config))
 
 
-def test_standby_goes_on_at_once_where_the_coordinator_is_asked_to_stop(forks: Forks) -> None:
+def test_standby_goes_on_at_once_where_the_coordinator_is_asked_to_stop(
+    forks: Forks, shared: str
+) -> None:
     """And one that waits to the end of the run says how it ended, and leaves nothing behind."""
     begin(forks)
     forks.kill("first", signal.SIGINT)
@@ -94,12 +107,15 @@ def test_standby_goes_on_at_once_where_the_coordinator_is_asked_to_stop(forks: F
     forks.start("third", "coordinate", "job.toml", "--bind", f"127.0.0.1:{free_port()}", *options)
     assert forks.exit_code("standby") == 0
     assert forks.exit_code("third") == 0
-    assert f"the run at {forks.folder}/shared has finished" in forks.log("third")
+    assert f"the run at {shared} has finished" in forks.log("third")
     assert not (forks.folder / "runs" / "third").exists()
 
 
+@pytest.mark.parametrize(
+    "shared", ["folder", pytest.param("s3", marks=pytest.mark.daemon)], indirect=True
+)
 def test_run_outlives_its_coordinators_machine(
-    forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
+    forks: Forks, shared: str, tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
     """SIGKILL, and its folder is gone with it."""
     begin(forks)
@@ -108,5 +124,5 @@ def test_run_outlives_its_coordinators_machine(
     assert forks.exit_code("standby") == 0
     assert [forks.exit_code(f"m{number}") for number in range(2)] == [0, 0]
     config = tiny(train__steps=STEPS, pipeline__stages=1)
-    assert_undisturbed(forks, config, losses(config))
+    assert_undisturbed(forks, shared, config, losses(config))
     assert (forks.folder / "runs" / "standby" / "report.html").exists()

@@ -18,6 +18,7 @@ class Noting:
         self.epochs: list[Epoch] = []
         self.told: list[tuple[Any, ...]] = []
         self.failure: str | None = None
+        self.notes: list[str] = []
         self._pays = pays
 
     def begin(self, epoch: Epoch) -> None:
@@ -41,16 +42,22 @@ class Noting:
     def pays(self, ranks: int, more: int, steps_left: int) -> bool:
         return self._pays
 
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
     def close_epoch(self, reason: str) -> None: ...
     def ask(self, agent: str) -> None: ...
     def release(self, agent: str) -> None: ...
     def hang_up(self, agent: str) -> None: ...
     def keep_step(self, step: int) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
-def made(cluster: Noting, world_size: int = 2, past: Past | None = None) -> Rendezvous:
-    settings = Settings(num_layers=LAYERS, world_size=world_size, num_steps=100, gather_s=10.0)
+def made(
+    cluster: Noting, world_size: int = 2, past: Past | None = None, **changes: int
+) -> Rendezvous:
+    settings = Settings(
+        num_pieces=LAYERS, world_size=world_size, num_steps=100, gather_s=10.0, **changes
+    )
     return Rendezvous(settings, cluster, past)
 
 
@@ -213,3 +220,19 @@ def test_coordinator_that_rests_begins_no_epoch() -> None:
     rendezvous.tick(3.0)
     assert rendezvous.is_at_rest
     assert len(cluster.epochs) == 1
+
+
+def test_processes_that_are_scattered_over_machines_are_named() -> None:
+    """There are as many as ranks, and ranks that hold their layers together must be on one."""
+    cluster = Noting()
+    rendezvous = made(cluster, group_size=2)
+    for name, machine in (("a", "one"), ("b", "two")):
+        rendezvous.enlist(Enlistment(name, name, machine, f"{name}:1", machine=machine), 0.0)
+    rendezvous.tick(1.0)
+    waiting = [note for note in cluster.notes if "on one machine each" in note]
+    assert waiting == [
+        "2 processes have joined, and ranks wait: those that hold their layers together need 2 "
+        "processes on one machine each; start more where there are too few"
+    ]
+    rendezvous.enlist(Enlistment("c", "c", "two", "c:1", machine="two"), 2.0)
+    assert [epoch.seats for epoch in cluster.epochs] == [("b", "c")]

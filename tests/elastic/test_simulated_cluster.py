@@ -12,6 +12,7 @@ from simulated.faults import simulate
 from simulated.machine import Machine
 from simulated.truth import BrokenPromise
 
+from dpipe.elastic.agents import Agent
 from dpipe.elastic.attendance import Attendance
 from dpipe.elastic.lineage import Lineage
 from dpipe.elastic.rendezvous import Rendezvous
@@ -222,11 +223,16 @@ def works_on(self: Attendance) -> None:
     pass
 
 
+def is_anywhere(agent: Agent, group_size: int) -> str:
+    return ""
+
+
 @pytest.mark.parametrize(
     ("place", "mutant"),
     [
         ("dpipe.elastic.lineage.Lineage.newest_valid", drops_nothing),
         ("dpipe.elastic.attendance.Attendance._stop_work", works_on),
+        ("dpipe.elastic.seating._machine", is_anywhere),
     ],
 )
 def test_simulation_finds_a_wrong_part(

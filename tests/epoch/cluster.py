@@ -12,6 +12,7 @@ from dpipe.coordinator.server import CoordinatorServer
 from dpipe.epoch.assignment import ASSIGNMENT, Assignment
 from dpipe.epoch.control import EpochControl
 from dpipe.epoch.epoch import EpochEnd, run_epoch
+from dpipe.epoch.pieces import pieces_of
 from dpipe.keeper.keeper import Keeper
 from dpipe.wire.rpc import Security
 
@@ -63,14 +64,15 @@ class Cluster:
         return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
 
     def newest_held(self) -> int | None:
-        """The newest step before which somebody holds every layer."""
-        layers: dict[int, set[int]] = {}
+        """The newest step before which somebody holds every piece."""
+        pieces: dict[int, set[int]] = {}
         for keeper in self.keepers:
             for step, held in keeper.held().items():
-                layers.setdefault(step, set()).update(held)
+                pieces.setdefault(step, set()).update(held)
         # The embedding and the head are layers too.
         num_layers = self.config.model.num_layers + 2
-        whole = [step for step, held in layers.items() if len(held) == num_layers]
+        num_pieces = num_layers * pieces_of(self.config).num_parts
+        whole = [step for step, held in pieces.items() if len(held) == num_pieces]
         return max(whole, default=None)
 
     def begin(
@@ -128,8 +130,8 @@ class Cluster:
     def _sources(self, step: int) -> dict[int, list[str]]:
         sources: dict[int, list[str]] = {}
         for keeper in self.keepers:
-            for layer in keeper.held().get(step, ()):
-                sources.setdefault(layer, []).append(keeper.address)
+            for piece in keeper.held().get(step, ()):
+                sources.setdefault(piece, []).append(keeper.address)
         return sources
 
     def _run(self, epoch: Epoch, agent: int, assignment: Assignment) -> None:

@@ -14,7 +14,7 @@ from dpipe.epoch.control import EpochControl
 from dpipe.epoch.guard import Guard
 from dpipe.epoch.idle_time import IdleTime, WatchedLinks
 from dpipe.errors import RunAborted
-from dpipe.keeper.copies import LayerCopy
+from dpipe.keeper.copies import PieceCopy
 from dpipe.keeper.keeper import Keeper
 from dpipe.transport.local import LocalHub
 from dpipe.wire.rpc import Security
@@ -44,7 +44,7 @@ def guard_of(keepers: list[Keeper]) -> Iterator[Make]:
             every=every,
             addresses=addresses,
             security=TOKEN,
-            take=lambda step: [LayerCopy(step, layer, bytes(100_000)) for layer in (0, 1)],
+            take=lambda step: [PieceCopy(step, layer, bytes(100_000)) for layer in (0, 1)],
             **options,
         )
         made.append(guard)
@@ -97,8 +97,8 @@ def test_copies_that_an_epoch_begins_with_are_sent_at_once(
     keepers: list[Keeper], guard_of: Make
 ) -> None:
     """And as long as not all ranks have them there, none is taken, and none is dropped."""
-    resumed = [LayerCopy(7, layer, b"resumed") for layer in (0, 1)]
-    keepers[0].hold([LayerCopy(4, 0, b"agreed upon"), *resumed])
+    resumed = [PieceCopy(7, layer, b"resumed") for layer in (0, 1)]
+    keepers[0].hold([PieceCopy(4, 0, b"agreed upon"), *resumed])
     guard = guard_of(keepers[1].address, resumed=7, copies=resumed)
     until(lambda: guard.whole == 7)
     assert keepers[1].held() == {7: [0, 1]}

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from dpipe.errors import CheckpointError, JoinError, RunError, TransferError
 from dpipe.keeper import server
 from dpipe.keeper.client import Fetching, KeeperClient
-from dpipe.keeper.copies import LayerCopy, layer_of, pack, unpack
+from dpipe.keeper.copies import PieceCopy, layer_of, pack, unpack
 from dpipe.keeper.keeper import Keeper
 from dpipe.keeper.messages import Offered, Refused
 from dpipe.wire.rpc import Security
@@ -21,7 +21,7 @@ from dpipe.wire.rpc import Security
 TOKEN = Security(token="secret")
 
 
-def copies_before(step: int, layers: int = 2) -> list[LayerCopy]:
+def copies_before(step: int, layers: int = 2) -> list[PieceCopy]:
     tensors = {f"layers.{n}.weight": torch.full((3, 2), float(n + step)) for n in range(layers)}
     moments = {f"layers.{n}.weight.exp_avg": torch.rand(3, 2) for n in range(layers)}
     return pack(step, tensors, moments, {"num_updates": step}, range(layers))
@@ -53,7 +53,7 @@ def test_copies_become_what_a_checkpoint_gives() -> None:
         {"num_updates": 7, "loss_scale": None},
         [1, 2, 3],
     )
-    assert [copy.layer for copy in packed] == [1, 2, 3]
+    assert [copy.piece for copy in packed] == [1, 2, 3]
     loaded = unpack(packed)
     assert (loaded.step, loaded.state) == (7, {"num_updates": 7, "loss_scale": None})
     assert torch.equal(loaded.tensors["layers.1.weight"], weight)
@@ -80,16 +80,16 @@ def test_copies_of_two_states_are_refused() -> None:
 def test_copy_that_is_damaged_or_of_another_layer_is_refused() -> None:
     (copy,) = copies_before(1, layers=1)
     with pytest.raises(CheckpointError, match="layer 0 is damaged"):
-        unpack([LayerCopy(1, 0, copy.content[:-3])])
+        unpack([PieceCopy(1, 0, copy.content[:-3])])
     with pytest.raises(CheckpointError, match="the copy of layer 5 holds"):
-        unpack([LayerCopy(1, 5, copy.content)])
+        unpack([PieceCopy(1, 5, copy.content)])
     for state in (None, torch.zeros(3), torch.tensor(list(b"[1]"), dtype=torch.uint8)):
         content = {} if state is None else {"state": state}
         with pytest.raises(CheckpointError, match="it has no state"):
-            unpack([LayerCopy(1, 0, save(content))])
+            unpack([PieceCopy(1, 0, save(content))])
     broken = {"state": torch.tensor(list(b"{"), dtype=torch.uint8)}
     with pytest.raises(CheckpointError, match="it has no state"):
-        unpack([LayerCopy(1, 0, save(broken))])
+        unpack([PieceCopy(1, 0, save(broken))])
     with pytest.raises(CheckpointError, match="names no layer"):
         layer_of("weight")
 
@@ -138,11 +138,11 @@ def test_copy_that_is_there_already_is_not_sent_again(keeper: Keeper, client: Ke
     """Also where it is the keeper's own: a replica of the layer, or a rank of an older cut."""
     chunks: list[int] = []
     own, *_ = copies_before(5)
-    keeper.hold([LayerCopy(4, 0, b"older"), own])
+    keeper.hold([PieceCopy(4, 0, b"older"), own])
     client.put(1, own, before_chunk=lambda: chunks.append(1))
     assert chunks == []
     with pytest.raises(Refused, match="is of this rank itself"):
-        client.put(1, LayerCopy(5, 0, b"another"))
+        client.put(1, PieceCopy(5, 0, b"another"))
     client.put(1, copies_before(6)[0], before_chunk=lambda: chunks.append(1))
     assert len(chunks) == 1
 
@@ -197,19 +197,19 @@ def test_epoch_that_ends_while_a_copy_comes_refuses_it(
 def test_what_does_not_fit_is_refused_before_it_is_sent(
     keeper: Keeper, client: KeeperClient
 ) -> None:
-    large = LayerCopy(1, 0, bytes(6_000))
+    large = PieceCopy(1, 0, bytes(6_000))
     client.put(1, large)
-    keeper.hold([LayerCopy(1, 7, bytes(6_000))])  # its own are not counted
+    keeper.hold([PieceCopy(1, 7, bytes(6_000))])  # its own are not counted
     with pytest.raises(Refused, match="6000 bytes does not fit: 4000 are left here"):
-        client.put(1, LayerCopy(2, 0, bytes(6_000)))
+        client.put(1, PieceCopy(2, 0, bytes(6_000)))
     keeper.retire(before=2)
-    client.put(1, LayerCopy(2, 0, bytes(6_000)))
+    client.put(1, PieceCopy(2, 0, bytes(6_000)))
 
 
 def test_damaged_copy_is_refused_at_either_end(keeper: Keeper, client: KeeperClient) -> None:
     copy = copies_before(1)[0]
     copy.__dict__["digest"] = hashlib.sha256(b"another").hexdigest()
-    with pytest.raises(Refused, match="layer 0 arrived damaged"):
+    with pytest.raises(Refused, match="piece 0 arrived damaged"):
         client.put(1, copy)
     keeper.hold([copy])
     with pytest.raises(TransferError, match="arrived damaged"):
@@ -221,12 +221,12 @@ def test_no_memory_is_taken_for_what_is_announced_too_large(
 ) -> None:
     monkeypatch.setattr("dpipe.keeper.client.MAX_COPY_BYTES", 10)
     keeper.hold(copies_before(1))
-    with pytest.raises(TransferError, match="bytes for layer 0"):
+    with pytest.raises(TransferError, match="bytes for piece 0"):
         client.get(1, 1, 0)
 
 
 def test_promise_ends_with_the_connection(keeper: Keeper) -> None:
-    offered = Offered(epoch=1, step=1, layer=0, size=9_000, digest="0" * 64)
+    offered = Offered(epoch=1, step=1, piece=0, size=9_000, digest="0" * 64)
     keeper.make_room(offered)
     keeper.take(offered, None)
     keeper.make_room(offered)

@@ -49,7 +49,7 @@ from dpipe.errors import (
     TransferError,
 )
 from dpipe.hub.index import read_index
-from dpipe.keeper.copies import LayerCopy, pack, unpack
+from dpipe.keeper.copies import PieceCopy, pack, unpack
 from dpipe.keeper.messages import ANSWER, REQUEST
 from dpipe.machines.file import dump_machines, load_machines, parse_machines
 from dpipe.machines.hosts import load_hosts_network
@@ -859,7 +859,7 @@ def _copy_of_layer() -> list[bytes]:
 KEEPER = [
     Decoder(
         "copy of a layer",
-        lambda data: unpack([LayerCopy(3, 2, data)]),
+        lambda data: unpack([PieceCopy(3, 2, data)]),
         (CheckpointError,),
         _copy_of_layer,
         ("dpipe.keeper.copies:_state_of",),
@@ -868,7 +868,7 @@ KEEPER = [
         "request to a keeper",
         REQUEST.read,
         (ValueError,),
-        as_bytes({"get": {"epoch": 1, "step": 2, "layer": 3}}),
+        as_bytes({"get": {"epoch": 1, "step": 2, "piece": 3}}),
     ),
     Decoder(
         "answer of a keeper",

@@ -31,7 +31,8 @@ class Job:
     """What is trained: nothing. Two ranks, of which nobody begins to work."""
 
     run = AssignedRun(id="0" * 16, folder="runs/run", host="here")
-    num_layers = 4
+    num_pieces = 4
+    group_size = 1
     world_size = 2
     num_steps = STEPS
 
@@ -44,7 +45,7 @@ class Job:
     def layer_costs(self, ranks: int) -> str:
         return ""
 
-    def layers(self, ranks: int) -> list[list[int]]:
+    def pieces(self, ranks: int) -> list[list[int]]:
         return [[0, 1], [2, 3]]
 
     def memory_bytes(self, ranks: int) -> int:

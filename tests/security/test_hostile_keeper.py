@@ -16,7 +16,7 @@ from dpipe.errors import RunError
 from dpipe.keeper import client as client_room
 from dpipe.keeper import server
 from dpipe.keeper.client import Fetching, KeeperClient
-from dpipe.keeper.copies import LayerCopy, pack
+from dpipe.keeper.copies import PieceCopy, pack
 from dpipe.keeper.keeper import Keeper
 from dpipe.keeper.messages import Answer, Refused
 from dpipe.session import greeting
@@ -27,7 +27,7 @@ TOKEN = Security(token="secret")
 Serve = Callable[[socket.socket], None]
 
 
-def copy_of(value: float, step: int = 5, layer: int = 0) -> LayerCopy:
+def copy_of(value: float, step: int = 5, layer: int = 0) -> PieceCopy:
     tensors = {f"layers.{layer}.weight": torch.full((200, 2), value)}
     (copy,) = pack(step, tensors, {}, {"num_updates": step}, [layer])
     return copy

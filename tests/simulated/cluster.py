@@ -21,6 +21,7 @@ class SimulatedCluster:
         seed: int,
         *,
         world_size: int = 4,
+        group_size: int = 1,
         num_steps: int = 8,
         fewest: int = 1,
         silence_s: float = 4.0,
@@ -30,7 +31,8 @@ class SimulatedCluster:
         self.random = random.Random(seed)
         self.clock = Clock()
         self.world_size = world_size
-        self.num_layers = 2 * world_size
+        self.group_size = group_size  # ranks that hold their layers together, on one machine
+        self.num_pieces = 2 * world_size
         self.num_steps = num_steps
         self.fewest = fewest
         self.guard_every = 3
@@ -39,7 +41,7 @@ class SimulatedCluster:
         self.patience_s = 1.5 * silence_s
         self.whole_s = whole_s  # most of the delay of a message
         self.rendezvous_of = rendezvous
-        self.truth = Truth(self.num_layers)
+        self.truth = Truth(self.num_pieces)
         self.machines: dict[str, Machine] = {}
         self.servers: list[EpochServer] = []
         self.saved: dict[int, dict[int, int]] = {}  # checkpoints whose every part is written
@@ -77,12 +79,21 @@ class SimulatedCluster:
                 _NOTICE_S * self.random.random(), self.hang_up, machine, machine.connection
             )
 
-    def start_machine(self) -> Machine:
-        machine = Machine(self, f"m{len(self.machines)}")
+    def start_machine(self, place: str | None = None) -> Machine:
+        """A process, on the machine that `place` names."""
+        name = f"m{len(self.machines)}"
+        machine = Machine(self, name, place or self._place_for(name))
         self.machines[machine.name] = machine
         machine.run(self.dial, machine)
         machine.tick()
         return machine
+
+    def _place_for(self, name: str) -> str:
+        """Where groups must be together, often beside another."""
+        if self.group_size > 1 and self.machines and self.random.random() < 0.7:
+            beside = self.random.choice(list(self.machines.values()))
+            return beside.place
+        return name
 
     def has_died(self, machine: Machine) -> None:
         self.note(f"{machine.name} ends ({machine.failure or 'killed or released'})")
@@ -247,30 +258,30 @@ class SimulatedCluster:
 
     # Copies
 
-    def fetch(self, machine: Machine, epoch: Epoch, layer: int) -> int | None:
+    def fetch(self, machine: Machine, epoch: Epoch, piece: int) -> int | None:
         if epoch.resume_step == 0 and not epoch.sources:
             return INITIAL
         if epoch.from_checkpoint:
-            return self.saved[epoch.resume_step][layer]
+            return self.saved[epoch.resume_step][piece]
         own = machine.copies.get(epoch.resume_step, {})
-        if layer in own:
-            return own[layer]
-        for keeper in epoch.sources[layer]:
+        if piece in own:
+            return own[piece]
+        for keeper in epoch.sources[piece]:
             other = self.machines[keeper]
             if other.is_alive:
-                return other.copies.get(epoch.resume_step, {}).get(layer)
+                return other.copies.get(epoch.resume_step, {}).get(piece)
         return None
 
     def guard(self, machine: Machine, keeper: str, work: Work) -> None:
         other = self.machines[keeper]
-        layers = dict.fromkeys(work.layers, work.content)
+        pieces = dict.fromkeys(work.pieces, work.content)
         delay_s = self.random.uniform(0.05, 1.0)
-        put = (self._put, other, work, work.state, layers)
+        put = (self._put, other, work, work.state, pieces)
         self.clock.after(delay_s, self._deliver, machine, other, put)
 
     @staticmethod
-    def _put(keeper: Machine, work: Work, state: int, layers: dict[int, int]) -> None:
-        if keeper.put(work.epoch.number, state, layers):
+    def _put(keeper: Machine, work: Work, state: int, pieces: dict[int, int]) -> None:
+        if keeper.put(work.epoch.number, state, pieces):
             work.whole = state
 
     @staticmethod
@@ -283,15 +294,18 @@ class SimulatedCluster:
         if not self.saves:
             return
         parts = self._parts.setdefault((work.epoch.number, work.state), {})
-        parts.update(dict.fromkeys(work.layers, work.content))
-        if len(parts) == self.num_layers and self.truth.epochs[-1] == work.epoch.number:
+        parts.update(dict.fromkeys(work.pieces, work.content))
+        if len(parts) == self.num_pieces and self.truth.epochs[-1] == work.epoch.number:
             self.saved[work.state] = parts
 
     # What must hold
 
     def check_begin(self, epoch: Epoch) -> None:
-        """The epoch resumes at the newest state that whoever is here holds whole."""
+        """The epoch resumes at the newest state that whoever is here holds whole, and each of its
+        groups is on one machine.
+        """
         assert self.head is not None
+        self._check_places(epoch)
         agents = self.head.rendezvous.agents
         here = []
         for name, machine in self.machines.items():
@@ -304,3 +318,10 @@ class SimulatedCluster:
             raise BrokenPromise(
                 f"epoch {epoch.number} resumes at {epoch.resume_step}; {best} is whole"
             )
+
+    def _check_places(self, epoch: Epoch) -> None:
+        for first in range(0, epoch.world_size, self.group_size):
+            group = epoch.seats[first : first + self.group_size]
+            places = {self.machines[name].place for name in group}
+            if len(places) > 1 or len(group) < self.group_size:
+                raise BrokenPromise(f"{group} hold layers together, and are on {places}")

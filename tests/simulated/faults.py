@@ -23,10 +23,15 @@ def simulate(seed: int, rendezvous: Callable[..., Rendezvous] = Rendezvous) -> S
 
 
 def _new(seed: int, rendezvous: Callable[..., Rendezvous]) -> SimulatedCluster:
+    return SimulatedCluster(seed, rendezvous=rendezvous, **sizes_of(seed))
+
+
+def sizes_of(seed: int) -> dict[str, int]:
     # Not of the cluster's own random numbers: a change there does not change its size.
     world_size = (4, 4, 3, 2, 1)[seed % 5]
+    group_size = 2 if seed % 5 in (1, 3) and seed % 4 > 1 else 1
     fewest = 1 if seed % 2 else world_size
-    return SimulatedCluster(seed, world_size=world_size, fewest=fewest, rendezvous=rendezvous)
+    return {"world_size": world_size, "group_size": group_size, "fewest": fewest}
 
 
 def _run(cluster: SimulatedCluster) -> None:
@@ -35,7 +40,7 @@ def _run(cluster: SimulatedCluster) -> None:
     for _ in range(num_machines):
         cluster.clock.after(chance.uniform(0.0, 2.0), cluster.start_machine)
     for _ in range(chance.randrange(1, 6)):
-        fault = chance.choice(FAULTS)
+        fault = chance.choice(faults_of(cluster))
         cluster.clock.after(chance.uniform(0.0, _FAULTS_S), befall, cluster, fault)
     cluster.clock.after(_FAULTS_S, _heal, cluster)
     cluster.clock.run(_FAULTS_S + _HEALED_S, lambda: _is_over(cluster))
@@ -71,8 +76,12 @@ def _heal(cluster: SimulatedCluster) -> None:
         for machine in cluster.machines.values()
         if machine.is_alive and not machine.attendance.is_leaving
     ]
-    for _ in range(max(1, cluster.world_size + 1 - len(staying))):
-        cluster.start_machine()
+    missing = max(1, cluster.world_size + 1 - len(staying))
+    # Those that stay may be scattered.
+    if cluster.group_size > 1:
+        missing = cluster.world_size
+    for _ in range(missing):
+        cluster.start_machine("healed" if cluster.group_size > 1 else None)
 
 
 def _any(cluster: SimulatedCluster) -> Machine | None:
@@ -94,6 +103,15 @@ def _kill_two_neighbours(cluster: SimulatedCluster) -> None:
     for name in seats[rank : rank + 2]:
         if cluster.machines[name].is_alive:
             cluster.machines[name].die()
+
+
+def _kill_all_beside(cluster: SimulatedCluster) -> None:
+    """A machine is gone, with all its processes."""
+    machine = _any(cluster)
+    if machine is not None:
+        for other in list(cluster.machines.values()):
+            if other.is_alive and other.place == machine.place:
+                other.die()
 
 
 def _kill_and_replace(cluster: SimulatedCluster) -> None:
@@ -169,3 +187,7 @@ FAULTS = (
     _join,
     _leave,
 )
+
+
+def faults_of(cluster: SimulatedCluster) -> tuple[Callable[..., None], ...]:
+    return (*FAULTS, _kill_all_beside) if cluster.group_size > 1 else FAULTS

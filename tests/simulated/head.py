@@ -47,12 +47,13 @@ class Head:
         self.connections: dict[str, Machine] = {}
         self._content = 0  # of the state that is being spoken of
         settings = Settings(
-            num_layers=cluster.num_layers,
+            num_pieces=cluster.num_pieces,
             world_size=cluster.world_size,
             num_steps=cluster.num_steps,
             silence_s=cluster.silence_s,
             gather_s=cluster.patience_s,
             patience_s=cluster.patience_s,
+            group_size=cluster.group_size,
         )
         self.rendezvous: Rendezvous = cluster.rendezvous_of(
             settings, self, journal.past(), cluster.clock.now

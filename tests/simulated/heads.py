@@ -21,8 +21,7 @@ from dpipe.errors import TermLost
 from dpipe.terms.policy import Choice, Tenure, TermLease, TermTimes, TermWatch
 from dpipe.terms.records import HolderBeat
 from simulated.cluster import SimulatedCluster
-from simulated.faults import FAULTS as MACHINE_FAULTS
-from simulated.faults import befall, check_end
+from simulated.faults import befall, check_end, faults_of, sizes_of
 from simulated.head import EpochServer, Head, Journal
 from simulated.machine import Machine, Work
 from simulated.truth import BrokenPromise
@@ -362,8 +361,8 @@ class TwoHeads(SimulatedCluster):
 
     # Machines, each with a connection to one of the heads
 
-    def start_machine(self) -> Machine:
-        machine = super().start_machine()
+    def start_machine(self, place: str | None = None) -> Machine:
+        machine = super().start_machine(place)
         self._search(machine)
         return machine
 
@@ -469,10 +468,7 @@ _SINGLE = "_restart_coordinator"  # which the standby does here
 
 def simulate_heads(seed: int, head: type[HeldHead] = HeldHead) -> TwoHeads:
     """A run under the faults of `seed`. Raises `BrokenPromise` with what happened."""
-    world_size = (4, 4, 3, 2, 1)[seed % 5]
-    fewest = 1 if seed % 2 else world_size
-    options = {"world_size": world_size, "fewest": fewest, "num_steps": 12}
-    cluster = TwoHeads(seed, head=head, rendezvous=Rendezvous, **options)
+    cluster = TwoHeads(seed, head=head, rendezvous=Rendezvous, num_steps=12, **sizes_of(seed))
     try:
         _run(cluster)
     except BrokenPromise as broken:
@@ -485,7 +481,7 @@ def _run(cluster: TwoHeads) -> None:
     chance = cluster.random
     for _ in range(cluster.world_size + chance.randrange(0, 4)):
         cluster.clock.after(chance.uniform(0.0, 2.0), cluster.start_machine)
-    others = [fault for fault in MACHINE_FAULTS if fault.__name__ != _SINGLE]
+    others = [fault for fault in faults_of(cluster) if fault.__name__ != _SINGLE]
     for _ in range(chance.randrange(1, 4)):
         cluster.clock.after(chance.uniform(0.0, 15.0), befall, cluster, chance.choice(others))
     for _ in range(chance.randrange(1, 4)):
@@ -504,4 +500,4 @@ def _heal(cluster: TwoHeads) -> None:
         process.paused_until = min(process.paused_until, cluster.clock.now)
     cluster.start_standby()
     for _ in range(cluster.world_size + 1):
-        cluster.start_machine()
+        cluster.start_machine("healed" if cluster.group_size > 1 else None)

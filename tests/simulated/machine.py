@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from dpipe.elastic.agents import Enlistment, Epoch, EpochOutcome, EpochReport
 from dpipe.elastic.attendance import Attendance
 from dpipe.elastic.lineage import Held
+from dpipe.keeper.pieces import Pieces
 from simulated.truth import INITIAL
 
 if TYPE_CHECKING:
@@ -17,13 +18,14 @@ _ABORT_S = 0.1  # for a rank to end what it is doing
 class Machine:
     """One agent's process; a machine that is started again is another one."""
 
-    def __init__(self, cluster: "SimulatedCluster", name: str) -> None:
+    def __init__(self, cluster: "SimulatedCluster", name: str, place: str) -> None:
         self.name = name
+        self.place = place  # equal for processes of one machine
         self.cluster = cluster
         self.is_alive = True
         self.paused_until = 0.0
         self.work: Work | None = None
-        self.copies: dict[int, dict[int, int]] = {}  # by state, by layer, the content
+        self.copies: dict[int, dict[int, int]] = {}  # by state, by piece of it, the content
         self.connection: object | None = None
         self.assigned: dict[int, Epoch] = {}
         self.failure: str | None = None
@@ -32,7 +34,7 @@ class Machine:
         self._said: Held = {}
         self.attendance = Attendance(
             self,
-            Enlistment(agent=name, name=name, host=name, keeper=name),
+            Enlistment(agent=name, name=name, host=place, keeper=name, machine=place),
             silence_s=cluster.silence_s,
             wait_s=cluster.wait_s,
             now=cluster.clock.now,
@@ -64,17 +66,17 @@ class Machine:
 
     # The keeper
 
-    def put(self, epoch: int, state: int, layers: dict[int, int]) -> bool:
-        """Take copies of `state`, if not of an epoch that is over. They replace those of layers two
+    def put(self, epoch: int, state: int, pieces: dict[int, int]) -> bool:
+        """Take copies of `state`, if not of an epoch that is over. They replace those of pieces two
         guarded states older.
         """
         if epoch < self._fence:
             return False
-        self.copies.setdefault(state, {}).update(layers)
-        for layer in layers:
-            older = sorted(other for other, held in self.copies.items() if layer in held)
+        self.copies.setdefault(state, {}).update(pieces)
+        for piece in pieces:
+            older = sorted(other for other, held in self.copies.items() if piece in held)
             for other in older[:-3]:
-                del self.copies[other][layer]
+                del self.copies[other][piece]
         return True
 
     def agree(self, epoch: int, state: int) -> None:
@@ -86,7 +88,7 @@ class Machine:
     # Surroundings of the attendance
 
     def held(self) -> Held:
-        return {state: frozenset(layers) for state, layers in self.copies.items() if layers}
+        return {state: frozenset(pieces) for state, pieces in self.copies.items() if pieces}
 
     def retire(self, before: int) -> None:
         for state in [state for state in self.copies if state < before]:
@@ -114,9 +116,9 @@ class Machine:
     def said_copies(self) -> dict[int, dict[int, int]]:
         """The copies that it holds and has spoken of."""
         said = {}
-        for state, layers in self.copies.items():
+        for state, pieces in self.copies.items():
             known = self._said.get(state, frozenset())
-            said[state] = {layer: layers[layer] for layer in known & layers.keys()}
+            said[state] = {piece: pieces[piece] for piece in known & pieces.keys()}
         return said
 
     def say_enlist(self, enlistment: Enlistment) -> None:
@@ -154,9 +156,7 @@ class Work:
         self.is_loaded = False
         self.whole = 0  # the newest state that its guards have, too
         self.is_over = False
-        num_layers = machine.cluster.num_layers
-        size = epoch.world_size
-        self.layers = range(num_layers * self.rank // size, num_layers * (self.rank + 1) // size)
+        self.pieces = _pieces(machine.cluster, self.rank, epoch.world_size)
         self._later(machine.cluster.random.uniform(0.1, 1.0), self._join)
 
     def _later(self, delay_s: float, event: object, *args: object) -> None:
@@ -173,13 +173,13 @@ class Work:
         self.machine.cluster.to_server(self, "join")
 
     def load(self) -> None:
-        """All are here: take the layers from whoever has them."""
+        """All are here: take the state from whoever has it."""
         cluster = self.machine.cluster
         contents = set()
-        for layer in self.layers:
-            contents.add(cluster.fetch(self.machine, self.epoch, layer))
+        for piece in self.pieces:
+            contents.add(cluster.fetch(self.machine, self.epoch, piece))
         if None in contents:
-            self.end(EpochOutcome.ABORTED, "a layer could not be fetched")
+            self.end(EpochOutcome.ABORTED, "a piece could not be fetched")
             return
         if len(contents) > 1:
             contents.add(math.nan)  # the truth says what is wrong with it
@@ -233,8 +233,8 @@ class Work:
             self.machine.cluster.guard(self.machine, keeper, self)
 
     def _keep(self, state: int) -> None:
-        layers = dict.fromkeys(self.layers, self.content)
-        self.machine.put(self.epoch.number, state, layers)
+        pieces = dict.fromkeys(self.pieces, self.content)
+        self.machine.put(self.epoch.number, state, pieces)
 
     def end(self, outcome: EpochOutcome, reason: str) -> None:
         if self.is_over:
@@ -249,3 +249,13 @@ class Work:
         self.machine.work = None
         self.machine.cluster.left_server(self)
         self.machine.attendance.work_ended(report)
+
+
+def _pieces(cluster: "SimulatedCluster", rank: int, world_size: int) -> list[int]:
+    """A group has the layers of a stage, and each of its ranks a part of them."""
+    size = cluster.group_size
+    num_layers = cluster.num_pieces // size
+    num_stages = world_size // size
+    stage, part = divmod(rank, size)
+    layers = range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)
+    return Pieces(size).of(layers, part)

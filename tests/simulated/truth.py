@@ -8,7 +8,7 @@ that was dropped is told from one that counts.
 from collections.abc import Iterable, Mapping
 
 INITIAL = 0  # the content of state 0
-Copies = Mapping[int, Mapping[int, int]]  # by state, by layer, the content
+Copies = Mapping[int, Mapping[int, int]]  # by state, by piece of it, the content
 
 
 class BrokenPromise(AssertionError):  # noqa: N818 - what happened
@@ -20,13 +20,13 @@ def successor(content: int, epoch: int, state: int) -> int:
 
 
 class Truth:
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_pieces: int) -> None:
         # By state: what was made and not dropped, and what of it the coordinator has heard of.
         self.made: dict[int, int] = {0: INITIAL}
         self.counted: dict[int, int] = {0: INITIAL}
         self.epochs: list[int] = []
         self.num_repeated = 0
-        self._num_layers = num_layers
+        self._num_pieces = num_pieces
         self._parents: dict[int, int] = {}
         self._made_alone: set[int] = set()
         self._loaded: dict[int, int] = {}
@@ -47,11 +47,11 @@ class Truth:
         """The newest state that counts and is whole among `copies`."""
         held: dict[int, set[int]] = {}
         for machine in copies:
-            for state, layers in machine.items():
+            for state, pieces in machine.items():
                 content = self.made.get(state)
-                same = {layer for layer, value in layers.items() if value == content}
+                same = {piece for piece, value in pieces.items() if value == content}
                 held.setdefault(state, set()).update(same)
-        whole = [state for state, layers in held.items() if len(layers) == self._num_layers]
+        whole = [state for state, pieces in held.items() if len(pieces) == self._num_pieces]
         return max(whole, default=None)
 
     def loaded(self, epoch: int, state: int, content: int) -> None:

@@ -1,8 +1,10 @@
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from dpipe.errors import PeerLost
 from dpipe.wire.collective import open_group, open_store
 
 HOST = "127.0.0.1"
@@ -26,3 +28,14 @@ def test_group_is_opened_beside_the_default_one() -> None:
         thread.join(20)
     assert sums == [[2.0, 10.0]] * 2
     assert not dist.is_initialized()
+
+
+def test_group_whose_other_rank_never_comes_is_given_up() -> None:
+    store = open_store(HOST, 0, 20, master=True)
+    with pytest.raises(PeerLost, match="number 0 of the 2 ranks of a torch.distributed group"):
+        open_group(store, 0, 2, host=HOST, device=torch.device("cpu"), timeout_s=0.5)
+
+
+def test_store_that_nobody_has_opened_is_named() -> None:
+    with pytest.raises(PeerLost, match=r"no store of a torch.distributed group at 127\.0\.0\.1:1:"):
+        open_store(HOST, 1, 0.5, master=False)
