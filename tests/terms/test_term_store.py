@@ -1,23 +1,45 @@
-"""Terms at a URL: a folder, and fsspec's file system in memory in the place of an object store."""
+"""Terms at a URL: a folder, fsspec's file system in memory, and S3, in whose place moto answers."""
 
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from support.object_store import bucket
 
 from dpipe.errors import CheckpointError, ConfigError
 from dpipe.terms.records import HolderBeat, Term
 from dpipe.terms.storing import TermStore, TermStoreError
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with bucket("terms") as url:
+        yield url
+
+
+def at(kind: str, folder: Path, request: pytest.FixtureRequest) -> TermStore:
+    match kind:
+        case "folder":
+            return TermStore(f"{folder}/run")
+        case "memory":
+            return TermStore(f"memory://{secrets.token_hex(8)}/run")
+        case _:
+            return TermStore(f"{request.getfixturevalue('s3')}/{secrets.token_hex(8)}/run")
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> TermStore:
-    if request.param == "folder":
-        return TermStore(f"{tmp_path}/run")
-    return TermStore(f"memory://{secrets.token_hex(8)}/run")
+    return at(request.param, tmp_path, request)
+
+
+# Not moto: see `object_store.bucket`.
+@pytest.fixture(params=["folder", "memory"])
+def atomic_store(request: pytest.FixtureRequest, tmp_path: Path) -> TermStore:
+    return at(request.param, tmp_path, request)
 
 
 def of(holder: str) -> Term:
@@ -45,7 +67,8 @@ def test_answer_that_was_lost_does_not_lose_the_term(store: TermStore) -> None:
     assert store.claim(1, of("a"))
 
 
-def test_one_of_many_that_try_at_once_has_the_term(store: TermStore) -> None:
+def test_one_of_many_that_try_at_once_has_the_term(atomic_store: TermStore) -> None:
+    store = atomic_store
     holders = "0123456789abcdef"
     together = threading.Barrier(len(holders))
     won = []
@@ -69,6 +92,16 @@ def test_beat_replaces_the_one_before(store: TermStore) -> None:
     for count in range(3):
         store.say(1, HolderBeat(count=count, address="here:1"))
     assert store.beat(1) == HolderBeat(count=2, address="here:1")
+
+
+def test_old_term_is_forgotten_but_for_who_held_it(store: TermStore) -> None:
+    store.claim(1, of("a"))
+    store.say(1, HolderBeat(count=1, address="here:1"))
+    store.write(1, "journal", b"copy")
+    store.forget(1)
+    assert store.read(1, "journal") is None
+    assert store.term(1) == of("a")
+    assert store.beat(1) == HolderBeat(count=1, address="here:1")
 
 
 def test_damaged_record_is_refused_with_words(store: TermStore) -> None:
