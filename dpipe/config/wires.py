@@ -36,7 +36,8 @@ def _offered(form: Format) -> bool:
 
 
 def _is_offered_with_options(name: str) -> bool:
-    return "+" in name and name in FORMATS and _offered(FORMATS[name])
+    # With options, what is wrong is better said by the formats than by a list of names.
+    return "+" in name and _offered(FORMATS.named(name))
 
 
 _NAME = partial(Name, FORMATS, _offered, pattern=_WITH_OPTIONS, matches=_is_offered_with_options)

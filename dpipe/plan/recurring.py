@@ -95,7 +95,7 @@ class DeltaLinks:
             total = sum(cache_bytes(self.num_sequences, row) for row in rows)
             if total > most_gb * 1e9:
                 raise ConfigError(
-                    f'links with "+delta" keep {total / 1e9:.2f} GB of {self.num_sequences} '
+                    f'links with "+delta" keep {total / 1e9:.3g} GB of {self.num_sequences} '
                     f"sequences on rank {rank} of each pipeline, more than "
                     f"pipeline.delta_cache_gb {most_gb:g}: raise it if the disk has the room, "
                     'lower model.context, or leave "+delta" out'

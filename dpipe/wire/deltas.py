@@ -71,7 +71,7 @@ def _on_disk(spec: TensorSpec, folder: Path) -> Tensor:
         flat = torch.from_file(path, shared=True, size=spec.num_values, dtype=spec.dtype)
     except OSError as error:
         raise RunError(
-            f"{folder} has no room for the {spec.num_bytes / 1e9:.2f} GB that a link with "
+            f"{folder} has no room for the {spec.num_bytes / 1e9:.3g} GB that a link with "
             f'"+delta" keeps of its samples: {error.strerror}; make room, set run.folder to '
             'another disk, or leave "+delta" out'
         ) from None

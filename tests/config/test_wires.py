@@ -55,7 +55,9 @@ def test_auto_is_left_to_the_forecast() -> None:
     ("wire", "message"),
     [
         ("int5", 'pipeline.wire must be one of "none", .*"auto", .*got \'int5\''),
-        ("int8+hadamard", "pipeline.wire must be one of"),
+        ("int8+hadamard", 'the option "hadamard" does not go with "int8"'),
+        ("int4+delta+feedback", 'leave all options but "delta" out'),
+        ("e3m0+feedback", "pipeline.wire must be one of"),
         (5, "pipeline.wire must be the name of a format, or a table such as .*, got 5"),
         ({"forwards": "int8"}, "unknown key 'pipeline.wire.forwards'; a wire has forward"),
         ({"forward": "int5"}, "pipeline.wire.forward must be one of .*, got 'int5'"),

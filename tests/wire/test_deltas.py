@@ -145,7 +145,7 @@ def test_disk_without_room_is_said_before_anything_is_sent(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(RunError, match="has no room for the 0.00 GB .*No space left on device"):
+    with pytest.raises(RunError, match="has no room for the 7.68e-06 GB .*No space left on device"):
         SampleCache(NUM_SAMPLES, SHAPE, tmp_path)
     assert not list(tmp_path.iterdir())
 
