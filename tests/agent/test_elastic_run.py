@@ -235,3 +235,29 @@ def test_machine_is_killed_in_every_phase(
         run__checkpoint_every=4,
     )
     assert losses_of(forks) == list(enumerate(losses(whole)))
+
+
+GROUP_PHASES = {
+    "forming its group": ("dpipe.stage.tensor_group.TensorGroup.__init__", 1),
+    "in a collective": ("dpipe.stage.tensor_group.TensorGroup.all_reduce", 20),
+}
+
+
+def test_rank_of_a_tensor_parallel_group_is_killed_in_its_phases(
+    forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
+) -> None:
+    """Long before timeouts.transfer the other one goes on with the next."""
+    keys = (f"train.steps={PHASES_STEPS}", "pipeline.stages=1", "tensor_parallel.size=2")
+    options = [word for key in keys for word in ("-o", key)]
+    port = free_port()
+    forks.start("coordinator", "coordinate", "job.toml", *options, "--bind", f"127.0.0.1:{port}")
+    join = ("join", f"127.0.0.1:{port}", "--name")
+    forks.start("stays", *join, "stays")
+    for phase, (where, count) in GROUP_PHASES.items():
+        forks.start_doomed(phase, where, count, *join, phase)
+        forks.wait_until(lambda phase=phase: forks.has_ended(phase), f"{phase} to be killed", 40)
+    forks.start("last", *join, "last")
+    assert forks.exit_code("coordinator") == 0
+    assert [forks.exit_code(phase) for phase in GROUP_PHASES] == [-signal.SIGKILL] * 2
+    whole = tiny(train__steps=PHASES_STEPS, tensor_parallel__size=2)
+    assert losses_of(forks) == list(enumerate(losses(whole)))
