@@ -1,14 +1,15 @@
 """The exact optimum of a small pipeline, by a mixed-integer program (scipy's HiGHS).
 
 One variable a start of a computation, one a start of a message on the wire, and one that is 0 or 1
-for each pair on a rank whose order is open. Messages of a rank, or of a link where each has a rate
-of its own, leave in the order in which they were made, so that order has no variable of its own.
+for each pair on a rank whose order is open; a rank may have several stages. Messages of a rank, or
+of a link where each has a rate of its own, leave in the order in which they were made, so that
+order has no variable of its own.
 
 Links that differ are taken not to hinder each other. Where a rank's interface is narrower than its
 links together, what comes out is a lower bound; `enumerated_us` knows those as well.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -24,14 +25,16 @@ Name = Hashable  # of a variable
 Entries = dict[int, float]  # of a row, by column
 
 
-def optimum_us(pipeline: Pipeline, limit: int, horizon_us: float) -> float:
-    """The shortest makespan where no rank holds more than `limit` micro-batches; `horizon_us` is
-    that of any order.
+def optimum_us(pipeline: Pipeline, limit: int, horizon_us: float, least_us: float = 0.0) -> float:
+    """The shortest makespan where no stage holds more than `limit` micro-batches; `horizon_us` is
+    that of any order. To know that none is below `least_us` saves most of the proof.
     """
     program = _MixedInteger(pipeline, horizon_us / _SCALE)
-    for stage in range(pipeline.num_stages):
-        program.compute(stage, limit)
-    return program.solved() * _SCALE
+    for stages in pipeline.stages_of:
+        for stage in stages:
+            program.compute(stage, limit)
+        program.take_turns(stages)
+    return program.solved(least_us / _SCALE) * _SCALE
 
 
 class _Gap(NamedTuple):
@@ -61,8 +64,13 @@ class _MixedInteger:
             freed = (WEIGHT, stage, number - limit)
             forward = (FORWARD, stage, number)
             self._follow(freed, forward)
-        steps = self._steps_of(stage)
+
+    def take_turns(self, stages: Sequence[int]) -> None:
+        """What the rank of these stages computes, one after the other."""
+        steps = [step for stage in stages for step in self._steps_of(stage)]
         for first, second in combinations(steps, 2):
+            if self._precedes(second, first):
+                first, second = second, first
             self._in_turn(first, second)
 
     def _pass(self, stage: int, number: int) -> None:
@@ -76,13 +84,13 @@ class _MixedInteger:
         self._send(forward)
         self._send(made)
 
-    def solved(self) -> float:
-        """The smallest `end`."""
+    def solved(self, least: float) -> float:
+        """The smallest `end`, which is not below `least`."""
         names = list(self._columns)
         switches = np.array([_is_switch(name) for name in names])
         end = np.array([name == "end" for name in names])
         upper = np.where(switches, 1, self._horizon)
-        bounds = Bounds(0, upper)
+        bounds = Bounds(np.where(end, least, 0), upper)
         matrix = self._matrix()
         rows = LinearConstraint(matrix, self._least, np.inf)
         solved = milp(
@@ -122,12 +130,15 @@ class _MixedInteger:
         return by_stage[stage]
 
     def _send(self, step: Step) -> None:
-        hop = self._hop(step)
-        if hop is None:
-            return
         kind, stage, number = step
         receiver = stage + 1 if kind == FORWARD else stage - 1
+        if receiver not in range(self._pipeline.num_stages):
+            return
         arrived = (kind, receiver, number)
+        hop = self._hop(step)
+        if hop is None:
+            self._follow(step, arrived)
+            return
         sent = ("sent", *step)
         self._follow(step, sent)
         on_the_way_us = hop.alone_us + hop.delay_us
@@ -135,11 +146,25 @@ class _MixedInteger:
         gap = _Gap(arrived, sent, on_the_way)
         self._add(gap)
 
+    def _precedes(self, first: Step, second: Step) -> bool:
+        """Whether `first` is before `second` in any order: further along the way of an earlier
+        micro-batch, or of the same.
+        """
+        kind, stage, number = first
+        other_kind, other_stage, other_number = second
+        if kind == WEIGHT and (other_kind, other_stage) != (kind, stage):
+            return False
+        return number <= other_number and self._place(first) <= self._place(second)
+
+    def _place(self, step: Step) -> int:
+        """On the way of a micro-batch; a weight gradient is made behind its input gradient."""
+        kind, stage, _ = step
+        last = self._pipeline.num_stages - 1
+        return stage if kind == FORWARD else 2 * last + 1 - stage
+
     def _in_turn(self, first: Step, second: Step) -> None:
         """One after the other, and so their messages."""
-        kind, _, number = first
-        other_kind, _, other_number = second
-        if kind == other_kind or number <= other_number:
+        if self._precedes(first, second):
             for gap in self._between(first, second):
                 self._add(gap)
             return

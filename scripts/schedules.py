@@ -7,6 +7,9 @@
     scripts/schedules.py few
         few micro-batches, beside what "auto" took when it held no more than the first rank had in
         flight
+    scripts/schedules.py interleaved
+        12 ranks of two stages each, beside the bound, the best published schedule and "auto" with
+        one stage a rank; takes ten minutes
     scripts/schedules.py memory
         beside 1F1B, where both may hold as many activations as 1F1B does
     scripts/schedules.py optimum
@@ -23,6 +26,7 @@ prints what is there.
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ from optimum import optimum_us
 
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network
-from dpipe.schedule.generate import TWO_BW, generate
+from dpipe.schedule.generate import AUTO, TWO_BW, generate
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.auto import pipeline_on, search
 from dpipe.search.bound import lower_bound_us
@@ -45,9 +49,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT / "netem" / "profiles"
 RESULTS = ROOT / "scripts" / "results" / "sim"
 NUM_STAGES = 12
-FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
+FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0  # of a rank
 MESSAGES_MIB = (16, 8)  # a micro-batch's activation in fp32 and in bf16
 MICROBATCHES = (8, 12, 16, 32, 64)
+FEW_AND_MANY = (16, 64)
+STAGES_PER_RANK = 2  # of interleaved schedules
 SMALL = ((3, 4), (3, 5), (4, 4))  # stages, micro-batches
 _TURNS = 2  # of a search that is timed; what else a machine does makes it longer, never shorter
 AT_ONCE = Network(default=Link(0, 1))  # a vote takes no time: the step time is that of a step alone
@@ -73,9 +79,12 @@ def networks() -> Iterator[tuple[str, Network]]:
         yield path.stem, load_network(path)
 
 
-def cost_of(num_stages: int, message_mib: int) -> Cost:
+def cost_of(num_ranks: int, message_mib: int, stages_per_rank: int = 1) -> Cost:
     message_bytes = message_mib << 20
-    return Cost.uniform(num_stages, FORWARD_US, BACKWARD_US, message_bytes=message_bytes)
+    forward_us = FORWARD_US / stages_per_rank
+    backward_us = BACKWARD_US / stages_per_rank
+    num_stages = num_ranks * stages_per_rank
+    return Cost.uniform(num_stages, forward_us, backward_us, message_bytes=message_bytes)
 
 
 def _period_us(
@@ -118,6 +127,49 @@ def _beside_bound(network: Network, mib: int, ballots: Network | None, count: in
     }
 
 
+def interleaved_rows() -> Iterator[Row]:
+    """Every step waits for the vote."""
+    for name, network in networks():
+        for mib in MESSAGES_MIB:
+            for count in FEW_AND_MANY:
+                yield {
+                    "network": name,
+                    "message_mib": mib,
+                    "micro_batches": count,
+                    **_several_stages(network, mib, count),
+                }
+
+
+def _several_stages(network: Network, mib: int, count: int) -> Row:
+    cost = cost_of(NUM_STAGES, mib, STAGES_PER_RANK)
+    whole = cost_of(NUM_STAGES, mib)
+    several = search(
+        cost.num_stages,
+        count,
+        cost,
+        network,
+        stages_per_rank=STAGES_PER_RANK,
+        ballots=network,
+    )
+    single = search(NUM_STAGES, count, whole, network, ballots=network)
+    step_us = partial(_period_us, network=network, ballots=network)
+    made = published(cost.num_stages, count, STAGES_PER_RANK)
+    known = {each.name.removeprefix(f"{AUTO}: "): each for each in made}
+    times_us = {name: step_us(each, cost) for name, each in known.items()}
+    best = min(times_us, key=times_us.__getitem__)
+    # Each placement of the stages has a bound of its own.
+    pipeline = pipeline_on(network, cost, count, NUM_STAGES, ballots=network)
+    placements = {each.rank_of_stage for each in known.values()}
+    bounds_us = [lower_bound_us(replace(pipeline, placement=each)) for each in placements]
+    return {
+        "published": best,
+        "published_s": seconds(times_us[best]),
+        "bound_s": seconds(min(bounds_us)),
+        "auto_s": seconds(step_us(several, cost)),
+        "one_stage_s": seconds(step_us(single, whole)),
+    }
+
+
 def few_rows() -> Iterator[Row]:
     for (name, count), before in BEFORE_S.items():
         network = load_network(PROFILES / f"{name}.toml").over_enough()
@@ -156,7 +208,7 @@ def overlap_rows() -> Iterator[Row]:
 def memory_rows() -> Iterator[Row]:
     for name, network in networks():
         for mib in MESSAGES_MIB:
-            for count in (16, 64):
+            for count in FEW_AND_MANY:
                 cost = cost_of(NUM_STAGES, mib)
                 step_us = partial(_period_us, cost=cost, network=network, ballots=network)
                 yield {
@@ -191,9 +243,10 @@ def _at_equal_memory(
 
 def optimum_rows() -> Iterator[Row]:
     for name, network in networks():
-        if network.links:
-            continue  # there the mixed-integer program knows no more than a bound
         network = network.over_enough()
+        sample = pipeline_on(network, cost_of(3, 1), 1, 3)
+        if network.links or not all(sample.sends_in_turn):
+            continue  # there the mixed-integer program knows no more than a bound
         for mib in MESSAGES_MIB:
             for num_stages, count in SMALL:
                 yield {
@@ -277,6 +330,17 @@ def overlap_table(rows: list[Row]) -> Iterator[str]:
         yield _line(_network(row), row["micro_batches"], *times, less)
 
 
+def interleaved_table(rows: list[Row]) -> Iterator[str]:
+    names = ("best published", "auto", "less", "above the bound", "auto, one stage a rank")
+    yield from _head("network, message", "M", *names)
+    for row in rows:
+        best = f"{row['published_s']:.2f} ({row['published']})"
+        less = _less(row["auto_s"], row["published_s"])
+        times = best, f"{row['auto_s']:.2f}", less, f"{above(row):.1f} %"
+        one_stage = f"{row['one_stage_s']:.2f}"
+        yield _line(_network(row), row["micro_batches"], *times, one_stage)
+
+
 def memory_table(rows: list[Row]) -> Iterator[str]:
     yield from _head("network, message", "M", "1F1B", "auto", "less")
     for row in rows:
@@ -307,7 +371,8 @@ def _network(row: Row) -> str:
 
 
 def _less(now_s: float, before_s: float) -> str:
-    return f"{100 - 100 * now_s / before_s:.1f} %"
+    percent = round(100 - 100 * now_s / before_s, 1) + 0.0  # no minus zero
+    return f"{percent:.1f} %"
 
 
 def _head(*heads: str) -> Iterator[str]:
@@ -324,6 +389,7 @@ Table = Callable[[list[Row]], Iterable[str]]
 TABLES: dict[str, tuple[Rows, Table]] = {
     "bound": (bound_rows, bound_table),
     "few": (few_rows, few_table),
+    "interleaved": (interleaved_rows, interleaved_table),
     "memory": (memory_rows, memory_table),
     "overlap": (overlap_rows, overlap_table),
     "optimum": (optimum_rows, optimum_table),

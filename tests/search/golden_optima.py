@@ -1,4 +1,5 @@
-"""Writes tests/golden/optima.json: small pipelines and their exact optima (a few minutes).
+"""Writes tests/golden/optima.json and optima_of_several.json: small pipelines and their exact
+optima (a few minutes).
 
     PYTHONPATH=tests python tests/search/golden_optima.py
 
@@ -8,22 +9,31 @@ stages and 4 micro-batches; where links differ in smaller ones, every order is t
 Last come 4 stages and 4 micro-batches over links that differ. In half of them a rank's interface is
 as wide as its links together; in the others the program knows a lower bound of the optimum alone,
 which is the optimum wherever the search reaches it.
+
+The second file has pipelines of two stages a rank, with the backward pass split. Their optimum is
+the better one of two placements: stages dealt out in turn, and as ZB-V has them.
 """
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from optimum import enumerated_us, optimum_us
 
 from dpipe.network.link import Link, Network
-from dpipe.search.clock import Pipeline
+from dpipe.schedule.generate import interleaved, zb_v
+from dpipe.search.bound import lower_bound_us
+from dpipe.search.clock import Pipeline, Replay, programs_of
 from dpipe.timeline.cost import Cost
 
 PATH = Path(__file__).parent.parent / "golden" / "optima.json"
+SEVERAL_PATH = PATH.with_name("optima_of_several.json")
 NUM_ALIKE, NUM_ENUMERATED, NUM_UNLIKE = 90, 30, 60
+SEVERAL = ((2, 2), (2, 3), (2, 4), (3, 2), (3, 3))  # ranks of two stages, micro-batches
+NUM_SEVERAL = 60
 WIDE_GBPS = 8.0
 MICROSECONDS_A_MB = 8_000  # at 1 Gbit/s
 
@@ -46,8 +56,8 @@ def pipeline_of(case: Case) -> Pipeline:
     )
     links = {(a, b): Link(delay, gbps) for a, b, delay, gbps in case["links"]}
     network = Network(default=Link(case["delay"], case.get("interface_gbps", 1.0)), links=links)
-    stages = len(case["forward"])
-    return Pipeline(cost, network, case["microbatches"], stages, (0.0,) * stages)
+    ranks = case.get("ranks", len(case["forward"]))
+    return Pipeline(cost, network, case["microbatches"], ranks, (0.0,) * ranks)
 
 
 def cases() -> Iterator[Case]:
@@ -64,6 +74,17 @@ def cases() -> Iterator[Case]:
         case = _case(chance, 4, 4, links_differ=True)
         if number % 2 == 0:
             case["interface_gbps"] = WIDE_GBPS
+        yield case
+
+
+def several() -> Iterator[Case]:
+    """Two stages a rank; memory is not scarce."""
+    chance = random.Random(34)
+    for number in range(NUM_SEVERAL):
+        ranks, count = SEVERAL[number % len(SEVERAL)]
+        case = _case(chance, 2 * ranks, count, links_differ=False)
+        case["limit"] = 2 * count
+        case["ranks"] = ranks
         yield case
 
 
@@ -107,6 +128,26 @@ def exact_us(case: Case) -> float:
     return optimum_us(pipeline, case["limit"], one_by_one * case["microbatches"])
 
 
+def exact_of_several_us(case: Case) -> float:
+    """The better one of two placements."""
+    pipeline = pipeline_of(case)
+    num_stages = pipeline.num_stages
+    count = pipeline.num_microbatches
+    down_and_up = zb_v(num_stages, count)
+    dealt_out = interleaved(pipeline.num_ranks, 2, count)
+    optima_us = []
+    for known in (dealt_out, down_and_up):
+        placed = replace(pipeline, placement=known.rank_of_stage)
+        enough_us = 1.01 * Replay(placed, programs_of(known)).run().score_us
+        optima_us.append(optimum_us(placed, count, enough_us, lower_bound_us(placed)))
+    return min(optima_us)
+
+
+def write(path: Path, rows: Iterable[Case], exact: Callable[[Case], float]) -> None:
+    lines = [json.dumps({**row, "optimum_us": round(exact(row), 1)}) for row in rows]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
 if __name__ == "__main__":
-    rows = [{**case, "optimum_us": round(exact_us(case), 1)} for case in cases()]
-    PATH.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    write(PATH, cases(), exact_us)
+    write(SEVERAL_PATH, several(), exact_of_several_us)

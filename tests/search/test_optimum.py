@@ -5,7 +5,16 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from golden_optima import PATH, cases, exact_us, is_bound, pipeline_of
+from golden_optima import (
+    PATH,
+    SEVERAL_PATH,
+    cases,
+    exact_of_several_us,
+    exact_us,
+    is_bound,
+    pipeline_of,
+    several,
+)
 from optimum import enumerated_us, optimum_us
 
 from dpipe.network.link import Link, Network
@@ -15,14 +24,22 @@ from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 
 ROWS = json.loads(Path(PATH).read_text())
+SEVERAL = json.loads(Path(SEVERAL_PATH).read_text())
 VOTE = Network(default=Link(0, 1))  # takes no time: the step time is that of a step alone
 
 
 def found_us(row):
     pipeline = pipeline_of(row)
     cost, network = pipeline.cost, pipeline.network
-    sizes = (pipeline.num_stages, pipeline.num_microbatches)
-    schedule = search(*sizes, cost, network, memory_limit=row["limit"], ballots=VOTE)
+    schedule = search(
+        pipeline.num_stages,
+        pipeline.num_microbatches,
+        cost,
+        network,
+        memory_limit=row["limit"],
+        stages_per_rank=pipeline.num_stages // pipeline.num_ranks,
+        ballots=VOTE,
+    )
     return simulate_alone(Scenario(schedule, cost, network)).duration_us
 
 
@@ -51,9 +68,24 @@ def test_search_is_as_near_over_links_that_differ():
     assert min(found) > -1e-4, "nothing is faster than the optimum"
 
 
-def test_golden_optima_are_those_of_the_cases_here():
-    written = [{key: row[key] for key in row if key != "optimum_us"} for row in ROWS]
-    assert written == json.loads(json.dumps([*cases()]))
+def test_search_is_as_near_with_two_stages_a_rank():
+    found = gaps(SEVERAL)
+    assert len(found) == 60
+    assert sum(gap < 1e-4 for gap in found) >= 59
+    assert max(found) <= 0.01
+    assert min(found) > -1e-4, "nothing is faster than the optimum"
+
+
+@pytest.mark.parametrize(("rows", "made"), [(ROWS, cases), (SEVERAL, several)])
+def test_golden_optima_are_those_of_the_cases_here(rows, made):
+    written = [{key: row[key] for key in row if key != "optimum_us"} for row in rows]
+    assert written == json.loads(json.dumps([*made()]))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 8])
+def test_golden_optimum_of_two_stages_a_rank_is_found_again(number):
+    row = SEVERAL[number]
+    assert exact_of_several_us(row) == pytest.approx(row["optimum_us"], rel=1e-4)
 
 
 @pytest.mark.parametrize("number", [1, 28, 90, 93, 121, 126])
