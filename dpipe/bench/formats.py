@@ -29,7 +29,7 @@ def names_to_compare() -> list[str]:
         names.append(form.name)
         if form.between_stages:
             for option in OPTIONS.values():
-                # What goes by samples has none here, and is encoded as by the format alone.
+                # What goes by samples has none here.
                 if option.goes_with(form) and not option.by_sample:
                     names.append(f"{form.name}+{option.name}")
     return names

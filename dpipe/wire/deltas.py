@@ -50,12 +50,18 @@ class SampleCache:
         self._visited[sample] = True
         return visited
 
-    def of(self, sample: int, device: torch.device) -> Tensor:
+    def read(self, sample: int, into: Tensor) -> None:
         """Zeros before anything was kept of it."""
-        return self._rows[sample].to(device)
+        into.copy_(self._rows[sample])
 
     def keep(self, sample: int, row: Tensor) -> None:
-        self._rows[sample] = row
+        """Round `row` to what is kept of the sample."""
+        kept = self._rows[sample]
+        kept.copy_(row)
+        row.copy_(kept)
+        # What is not finite is seen by the stage that gets it, and shall not stay for good.
+        if not row.sum().isfinite():
+            kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def cache_bytes(num_samples: int, shape: Sequence[int]) -> int:
@@ -129,29 +135,31 @@ class _RowByRow:
 
     def encode(self, tensor: Tensor) -> Tensor:
         rows = tensor.detach().float()
+        # One buffer for all: as large as an activation, each new one costs as much as the encoding.
+        buffer = torch.empty_like(rows[0])
         parts = []
         for row, visit in zip(rows, self._visits, strict=True):
-            before = self._before(visit, row.device)
-            wire = self._codec(visit).encode(row - before)
-            self._arrive(visit, wire, TensorSpec.of(row))
+            self._cache.read(visit.sample, buffer)
+            change = torch.sub(row, buffer, out=buffer)
+            wire = self._codec(visit).encode(change)
+            self._arrive(visit, wire, buffer)
             flat = wire.view(-1)
             parts.append(flat.view(torch.uint8))
         return torch.cat(parts)
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
         row = _row_of(like)
-        rows = []
+        rows = torch.empty(like.shape, dtype=row.dtype, device=wire.device)
         start = 0
-        for visit in self._visits:
+        for number, visit in enumerate(self._visits):
             spec = self._codec(visit).wire_spec(row)
             end = start + spec.num_bytes
             # A copy, because values of several bytes must begin where memory is aligned for them.
             part = wire[start:end].clone()
             encoded = part.view(spec.dtype).view(spec.shape)
-            arrived = self._arrive(visit, encoded, row)
-            rows.append(arrived)
+            self._arrive(visit, encoded, rows[number])
             start = end
-        return torch.stack(rows).to(like.dtype)
+        return rows.to(like.dtype)
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
         row = _row_of(like)
@@ -164,20 +172,12 @@ class _RowByRow:
     def _codec(self, visit: Visit) -> Codec:
         return self._inner if visit.known else _FIRST
 
-    def _before(self, visit: Visit, device: torch.device) -> Tensor:
-        kept = self._cache.of(visit.sample, device)
-        return kept.float()
-
-    def _arrive(self, visit: Visit, wire: Tensor, row: TensorSpec) -> Tensor:
-        """What both ends have of the sample now."""
-        before = self._before(visit, wire.device)
-        change = self._codec(visit).decode(wire, row)
-        exact = before + change
-        now = exact.to(KEPT)
-        # What is not finite is seen by the stage that gets it, and shall not stay for good.
-        finite = now.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self._cache.keep(visit.sample, finite)
-        return now
+    def _arrive(self, visit: Visit, wire: Tensor, row: Tensor) -> None:
+        """Make `row` what both ends have of the sample now."""
+        change = self._codec(visit).decode(wire, TensorSpec.of(row))
+        self._cache.read(visit.sample, row)
+        row.add_(change)
+        self._cache.keep(visit.sample, row)
 
 
 def _row_of(like: TensorSpec) -> TensorSpec:
