@@ -248,9 +248,9 @@ class DataConfig(Section):
     """Folder for the tokens of texts that were read before."""
 
     format: Literal["text", "chat", "instruction", "completion", "tokens"] = "text"
-    """What the files hold: plain text or, for model.hf, rows in jsonl, json, csv or parquet.
-    "chat" has messages, "instruction" instruction, input and output, "completion" a text, "tokens"
-    input_ids and perhaps labels. Only answers are learned, of a text all of it."""
+    """What the files hold: plain text or, for model.hf, rows in jsonl, json, csv or parquet. "chat"
+    has messages, "instruction" an instruction, input and output, "completion" a text, "tokens"
+    input_ids. Only answers are learned, and whole texts."""
 
     packing: bool = True
     """Whether several samples share a sequence; none of them sees another. false: one sample a
