@@ -121,7 +121,9 @@ def test_kept_losses_are_shown_without_training(bench):
     assert len(result.output.splitlines()) == 3  # nothing of bf16
 
 
-@pytest.mark.parametrize("name", ["convergence_wires", "convergence_narrow"])
+@pytest.mark.parametrize(
+    "name", ["convergence_wires", "convergence_narrow", "convergence_finetune"]
+)
 def test_table_on_the_page_is_the_one_that_is_kept(script, name):
     cells = ROOT / f"scripts/sweeps/{name}.toml"
     result = CliRunner().invoke(script("convergence").main, ["--kept", str(cells)])
