@@ -157,4 +157,5 @@ def test_search_of_every_profile_is_timed_with_and_without_a_vote(schedules: Mod
     rows = schedules.kept("time")
     assert {(row["stages"], row["micro_batches"]) for row in rows} == {(12, 64)}
     cells = {(row["network"], row["message_mib"], row["votes"]) for row in rows}
-    assert len(cells) == len(rows) == 9 * 2 * 2
+    assert len(cells) == len(rows) == 15 * 2 * 2
+    assert max(row["cpu_s"] for row in rows) <= 3
