@@ -155,10 +155,11 @@ class Sharded(DataParallel):
         self._begin_held()
         state: dict[str, torch.Tensor] = {}
         for stage, shard in self._shards.items():
+            state |= shard.optimizer.state()
+            # Without a delay what is exchanged belongs to the step that is under way.
             if stage in self._ahead:
                 state |= self._ahead[stage].state()
-            state |= shard.optimizer.state()
-            state |= self._background.delayed_state(stage, shard.piece, whole=False)
+                state |= self._background.delayed_state(stage, shard.piece, whole=False)
         return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:
