@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dpipe.errors import ConfigError
@@ -91,8 +92,12 @@ def _seconds(text: str) -> float:
 
 def _get(url: str, headers: dict[str, str], method: str = "GET") -> str:
     request = Request(url, headers=headers, method=method)  # noqa: S310 - a metadata service
-    with urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
-        return bytes(answer.read(_MOST_BYTES)).decode()
+    try:
+        with urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
+            return bytes(answer.read(_MOST_BYTES)).decode()
+    except HTTPError as error:
+        error.close()  # it has the connection
+        raise
 
 
 def _aws(metadata: str) -> float | None:
