@@ -4,7 +4,7 @@ happened to, in every bit.
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,6 +210,16 @@ PHASES = {
 }
 
 
+def start_with_one_that_stays(forks: Forks, keys: Sequence[str]) -> tuple[str, ...]:
+    """A coordinator, and the first machine. Returns the command of another, up to its name."""
+    options = [word for key in keys for word in ("-o", key)]
+    port = free_port()
+    forks.start("coordinator", "coordinate", "job.toml", *options, "--bind", f"127.0.0.1:{port}")
+    join = ("join", f"127.0.0.1:{port}", "--name")
+    forks.start("stays", *join, "stays")
+    return join
+
+
 def test_machine_is_killed_in_every_phase(
     forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
@@ -217,11 +227,7 @@ def test_machine_is_killed_in_every_phase(
     steps = f"train.steps={PHASES_STEPS}"
     keys = (steps, "train.eval_every=3", "train.eval_batches=1", "run.checkpoint_every=4")
     url = f'run.checkpoint_url="{forks.folder}/elastic"'
-    options = [word for key in (*keys, "pipeline.stages=2", url) for word in ("-o", key)]
-    port = free_port()
-    forks.start("coordinator", "coordinate", "job.toml", *options, "--bind", f"127.0.0.1:{port}")
-    join = ("join", f"127.0.0.1:{port}", "--name")
-    forks.start("stays", *join, "stays")
+    join = start_with_one_that_stays(forks, (*keys, "pipeline.stages=2", url))
     for phase, (where, count) in PHASES.items():
         forks.start_doomed(phase, where, count, *join, phase)
     forks.wait_until(lambda: all(map(forks.has_ended, PHASES)), "all to be killed", 120)
@@ -248,11 +254,7 @@ def test_rank_of_a_tensor_parallel_group_is_killed_in_its_phases(
 ) -> None:
     """Long before timeouts.transfer the other one goes on with the next."""
     keys = (f"train.steps={PHASES_STEPS}", "pipeline.stages=1", "tensor_parallel.size=2")
-    options = [word for key in keys for word in ("-o", key)]
-    port = free_port()
-    forks.start("coordinator", "coordinate", "job.toml", *options, "--bind", f"127.0.0.1:{port}")
-    join = ("join", f"127.0.0.1:{port}", "--name")
-    forks.start("stays", *join, "stays")
+    join = start_with_one_that_stays(forks, keys)
     for phase, (where, count) in GROUP_PHASES.items():
         forks.start_doomed(phase, where, count, *join, phase)
         forks.wait_until(lambda phase=phase: forks.has_ended(phase), f"{phase} to be killed", 40)
