@@ -209,6 +209,7 @@ class _Epoch:
         step.
         """
         state = self._state
+        self._state = None
         if state is not None and state.is_whole:
             self._keep(state)
 
