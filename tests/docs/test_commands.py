@@ -1,5 +1,6 @@
 """Every command in README and the docs exists, with its options and keys."""
 
+import os
 import re
 import shlex
 from dataclasses import fields
@@ -111,6 +112,14 @@ def test_first_word_of_a_shell_line_is_known(name: str) -> None:
             program(arguments)[0] or arguments[0] in _OTHERS or (ROOT / arguments[0]).is_file()
         )
         assert is_known or arguments[:2] == ["python", "-m"], block_line
+
+
+def test_script_that_begins_with_its_program_can_be_executed() -> None:
+    """`scripts/sweep.py` could not: every page that names it shows it as a command."""
+    scripts = [path for path in (ROOT / "scripts").glob("*") if path.is_file()]
+    begun = [path for path in scripts if path.read_bytes().startswith(b"#!")]
+    assert len(begun) > 20
+    assert all(os.access(path, os.X_OK) for path in begun)
 
 
 def shell_lines(name: str) -> list[str]:
