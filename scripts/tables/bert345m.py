@@ -1,18 +1,21 @@
 """BERT 345M on 1 to 128 A100 under Megatron: an iteration split by Megatron's timers of the last
 pipeline rank.
 
-    first stage   [F0][F1][F2]..            ..[B2][B3][params]
-    last stage    :...[F0][B0][F1][B1][F2][B2][F3][B3][params]:::::[embedding][optimizer]
-                  receive                                     wait for B3 of the first stage
+    first stage   [F0][F1][F2]..              ..[B2][B3][params]
+    last stage    :...[F0]|[B0][F1]|[B1][F2]|[B2][F3]|[B3]|[params]:::::[embedding][optimizer]
+                  receive                                          wait for B3 of the first stage
 
 The layers are so small that the host is the limit: a layer takes the time to launch its kernels,
-whatever the tensor parallel size. The forward pass of the last stage averages its loss over all
-replicas, which wait for each other: D replicas take log2 D rounds. The optimizer's check for
-infinities also waits for all ranks.
+whatever the tensor parallel size. Where the job has several machines the hosts are slower: threads
+that serve the network run on them, too.
+
+At each | replicas wait for the slowest of them, because they average their losses, or gradients. It
+is the later, the more it computed since they met, and by as much again where they are twice as
+many. The optimizer's check for infinities waits for other ranks as well.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +35,18 @@ COLLECTIVE_MS = Parameter("a collective of a layer", 0.066, "ms", f"{_EIGHT}forw
 COPY_RATE = Parameter("copy of gradients", 30.9, "million/ms", f"{_ONE}params-all-reduce")
 MACHINE_RATE = Parameter("a ring in a machine", 51.3, "GB/s", f"{_EIGHT}params-all-reduce")
 NETWORK_RATE = Parameter("a ring between machines", 7.06, "GB/s", f"{_MORE}params-all-reduce")
-ROUND_MS = Parameter("a round of replicas' losses", 3.31, "ms", f"{_MORE}forward-compute")
+HOST = Parameter("layers, where there are several machines", 1.097, "times", f"{_MORE}backward-compute")
+SLOWEST = Parameter(
+    "the slowest of twice as many replicas",
+    0.0692,
+    "of what it computed",
+    f"{_MORE}forward-compute",
+)
 UPDATE_RATE = Parameter("update", 18.7, "million/ms", "fitted on 1 and 8 GPUs, optimizer")
 UPDATE_MS = Parameter("update, in any case", 3.1, "ms", "fitted on 1 and 8 GPUs, optimizer")
-CHECK_MS = Parameter("check in one machine", 2.6, "ms", f"{_EIGHT}unscale-and-check-inf")
+CHECK_MS = Parameter(
+    "check in one machine", 2.857, "ms", "fitted on 1 and 8 GPUs, unscale-and-check-inf"
+)
 WAIT_MS = Parameter("check over machines", 40.61, "ms", f"{_MORE}unscale-and-check-inf")
 REST_MS = Parameter("what no timer has", 23.6, "ms", f"{_EIGHT}the iteration")
 PARAMETERS = (
@@ -45,7 +56,8 @@ PARAMETERS = (
     COPY_RATE,
     MACHINE_RATE,
     NETWORK_RATE,
-    ROUND_MS,
+    HOST,
+    SLOWEST,
     UPDATE_RATE,
     UPDATE_MS,
     CHECK_MS,
@@ -66,12 +78,12 @@ TIMERS = {
     "check for infinities": ("optimizer-unscale-and-check-inf",),
 }
 FITTED = {
-    1: ("forward", "backward", "all-reduce of gradients", "optimizer"),
+    1: ("forward", "backward", "all-reduce of gradients", "optimizer", "check for infinities"),
     8: ("forward", "backward", "all-reduce of gradients", "optimizer", "check for infinities"),
-    32: ("forward", "all-reduce of gradients", "check for infinities"),
+    32: ("forward", "backward", "all-reduce of gradients", "check for infinities"),
 }
 FITTED_ITERATIONS = (1, 8, 32)  # numbers of GPUs
-DOUBTED = 16  # GPUs: every part takes six times as long as on 8 and on 32
+_APART = 1.2  # times: more than what neighbouring runs differ by
 
 
 def job_of(line: dict[str, str]) -> Job:
@@ -84,23 +96,29 @@ def job_of(line: dict[str, str]) -> Job:
 def parts_ms(job: Job) -> dict[str, float]:
     """The parts of TIMERS on the last pipeline rank."""
     across = crossings(job, _GPUS_OF_A_MACHINE)
-    layers = job.shape.num_layers / job.pipeline_parallel
-    collectives = 2 * (job.tensor_parallel > 1)
-    forward = layers * (FORWARD_MS.value + collectives * COLLECTIVE_MS.value)
-    # Full recomputation repeats the collectives of forward.
-    backward = layers * (BACKWARD_MS.value + 2 * collectives * COLLECTIVE_MS.value)
-    averaging = ROUND_MS.value * math.log2(job.data_parallel) if across.rings else 0.0
+    forward, backward = layers_ms(job, across)
+    later = SLOWEST.value * math.log2(job.data_parallel) if across.rings else 0.0
     piped = job.pipeline_parallel > 1
     own = parameters(job) / 1e6
     return {
-        "forward": job.num_microbatches * (forward + averaging),
+        "forward": job.num_microbatches * (forward + later * (backward + forward)),
         "backward": job.num_microbatches * backward,
         "waiting for neighbours": piped * (forward + job.num_microbatches * hop_ms(job, across)),
-        "all-reduce of gradients": own / COPY_RATE.value + ring_ms(job, across),
+        "all-reduce of gradients": own / COPY_RATE.value + later * backward + ring_ms(job, across),
         "all-reduce of the embedding": piped * (backward + table_ms(job, across)),
         "optimizer": own / UPDATE_RATE.value + UPDATE_MS.value,
         "check for infinities": (WAIT_MS if across.rings else CHECK_MS).value,
     }
+
+
+def layers_ms(job: Job, across: Crossings) -> tuple[float, float]:
+    """Forward and backward of a stage and a micro-batch."""
+    layers = job.shape.num_layers / job.pipeline_parallel
+    if across.hops or across.rings:
+        layers *= HOST.value
+    collectives = 2 * (job.tensor_parallel > 1) * COLLECTIVE_MS.value
+    # Full recomputation repeats the collectives of forward.
+    return layers * (FORWARD_MS.value + collectives), layers * (BACKWARD_MS.value + 2 * collectives)
 
 
 def parameters(job: Job) -> float:
@@ -132,7 +150,7 @@ def table_ms(job: Job, across: Crossings) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """An iteration. `doubted` marks the run that takes six times as long as its neighbours."""
+    """An iteration. `contradicts` marks what no smooth model can explain (`contradicting`)."""
 
     gpus: int
     data_parallel: int
@@ -143,30 +161,56 @@ class Row:
     predicted_ms: float
     error_percent: float
     fitted: bool
-    doubted: bool
+    contradicts: bool
 
 
 def iterations(source: Path) -> list[Row]:
-    return [_iteration(line) for line in lines_of(source)]
+    lines = lines_of(source)
+    marked = contradicting({int(line["gpus"]): _published_ms(line) for line in lines})
+    return [_iteration(line, marked) for line in lines]
 
 
-def _iteration(line: dict[str, str]) -> Row:
+def _published_ms(line: dict[str, str]) -> float:
+    return float(line["ms_per_sample"]) * int(line["global_batch_size"])
+
+
+def contradicting(times_ms: Mapping[int, float]) -> set[int]:
+    """The runs, by number of GPUs, that take over 1.2 times as long as both the run on half and the
+    run on twice as many; and, beside those that do not, the runs that take as much less than both.
+    """
+    longer = {
+        gpus for gpus, own_ms, beside_ms in _between(times_ms) if own_ms > _APART * max(beside_ms)
+    }
+    others = {gpus: own_ms for gpus, own_ms in times_ms.items() if gpus not in longer}
+    return longer | {
+        gpus for gpus, own_ms, beside_ms in _between(others) if _APART * own_ms < min(beside_ms)
+    }
+
+
+def _between(times_ms: Mapping[int, float]) -> Iterator[tuple[int, float, tuple[float, float]]]:
+    """Those that have a run on half and one on twice as many GPUs beside them."""
+    for gpus, own_ms in times_ms.items():
+        half, twice = gpus // 2, 2 * gpus
+        if half in times_ms and twice in times_ms:
+            yield gpus, own_ms, (times_ms[half], times_ms[twice])
+
+
+def _iteration(line: dict[str, str], marked: set[int]) -> Row:
     job = job_of(line)
     gpus = int(line["gpus"])
-    a_sample = float(line["ms_per_sample"])
-    published = a_sample * job.batch_size
+    published = _published_ms(line)
     predicted = sum(parts_ms(job).values()) + REST_MS.value
     return Row(
         gpus,
         job.data_parallel,
         job.tensor_parallel,
         job.pipeline_parallel,
-        a_sample,
+        float(line["ms_per_sample"]),
         round(published, 2),
         round(predicted, 1),
         percent(predicted, published) or 0.0,
         gpus in FITTED_ITERATIONS,
-        gpus == DOUBTED,
+        gpus in marked,
     )
 
 
@@ -180,54 +224,59 @@ class PartRow:
     predicted_ms: float
     error_percent: float
     fitted: bool
-    doubted: bool
+    contradicts: bool
 
 
 def parts(source: Path) -> list[PartRow]:
     timers: dict[int, dict[str, float]] = {}
     for line in lines_of(source):
         timers.setdefault(int(line["gpus"]), {})[line["timer"]] = float(line["milliseconds"])
+    published = {gpus: _published_parts(of_run) for gpus, of_run in timers.items()}
+    marked = {
+        part: contradicting({gpus: of_run[part] for gpus, of_run in published.items()})
+        for part in TIMERS
+    }
     layouts = lines_of(source.with_name("megatron_bert345m_scaling.csv"))
     jobs = {int(line["gpus"]): job_of(line) for line in layouts}
     return [
-        _part(gpus, part, measured, predicted)
-        for gpus, measured in timers.items()
+        PartRow(
+            gpus,
+            part,
+            round(measured[part], 2),
+            round(predicted, 2),
+            percent(predicted, measured[part]) or 0.0,
+            part in FITTED.get(gpus, ()),
+            gpus in marked[part],
+        )
+        for gpus, measured in published.items()
         for part, predicted in parts_ms(jobs[gpus]).items()
         if predicted
     ]
 
 
-def _part(gpus: int, part: str, timers: dict[str, float], predicted: float) -> PartRow:
-    published = sum(timers.get(name, 0.0) for name in TIMERS[part])
-    if part == "optimizer":
-        published -= timers["optimizer-unscale-and-check-inf"]
-    return PartRow(
-        gpus,
-        part,
-        round(published, 2),
-        round(predicted, 2),
-        percent(predicted, published) or 0.0,
-        part in FITTED.get(gpus, ()),
-        gpus == DOUBTED,
-    )
+def _published_parts(timers: dict[str, float]) -> dict[str, float]:
+    """Milliseconds."""
+    parts = {part: sum(timers.get(name, 0.0) for name in names) for part, names in TIMERS.items()}
+    parts["optimizer"] -= parts["check for infinities"]
+    return parts
 
 
 def note(rows: Sequence[Any]) -> str:
     unseen = [row for row in rows if not row.fitted]
-    sure = [row for row in unseen if not row.doubted]
+    smooth = [row for row in unseen if not row.contradicts]
     return (
-        f"{sum(row.fitted for row in rows)} fitted; of the others without the run on {DOUBTED} "
-        f"GPUs, which takes six times as long as its neighbours, {errors_of(sure)}; with it, "
+        f"{sum(row.fitted for row in rows)} fitted, {sum(row.contradicts for row in rows)} "
+        f"contradict the runs beside them; without those {errors_of(smooth)}; with them "
         f"{errors_of(unseen)}."
     )
 
 
 def parts_note(rows: Sequence[PartRow]) -> str:
-    sure = [row for row in rows if not (row.fitted or row.doubted)]
-    named = dict.fromkeys(row.part for row in sure)
-    groups = {part: [row for row in sure if row.part == part] for part in named}
+    smooth = [row for row in rows if not (row.fitted or row.contradicts)]
+    named = dict.fromkeys(row.part for row in smooth)
+    groups = {part: [row for row in smooth if row.part == part] for part in named}
     errors = "; ".join(f"{part}, {errors_of(group)}" for part, group in groups.items())
-    return f"{note(rows)} By part, without that run: {errors}."
+    return f"{note(rows)} By part, without those: {errors}."
 
 
 def draw(rows: Sequence[Any], figure: Any) -> None:
