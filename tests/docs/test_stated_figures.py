@@ -230,6 +230,14 @@ def test_what_a_rotation_saves() -> None:
     saved = plain - mean(above(losses, "int4, rotated"))
     section = in_results("What fewer bits cost in eight stages")
     assert f"A rotation alone saves {saved:.0f} of {plain:.1f} %" in section
+    page = text_of(DOCS / "wire-formats.md")
+    assert f"it [recovered {saved / plain * 100:.0f} %](results.md" in page
+
+
+def test_feedback_brings_four_bits_backward_within_a_percent() -> None:
+    losses = by_name("convergence_wires")
+    assert max(above(losses, "int4, feedback backward")) < 1
+    assert "which it brings within 1 % of the loss" in one_line(text_of(DOCS / "wire-formats.md"))
 
 
 def test_fine_tuning_over_few_bits() -> None:

@@ -80,24 +80,46 @@ def test_times_follow_from_a_batch_of_sixteen(rows):
     assert sum(errors) / len(errors) <= 0.078
 
 
-def test_parts_of_an_iteration_that_were_not_fitted_are_near_their_timers(table):
-    """Except the check in which all ranks wait for the slowest: it took 41, 8 and 114 ms."""
-    rows = simulated(table, "megatron_bert345m_timers")
-    sure = [row for row in rows if not row.doubted and row.part != "check for infinities"]
-    unseen = [abs(row.error_percent) for row in sure if not row.fitted]
-    assert len(unseen) == 18
-    assert sum(unseen) / len(unseen) <= 10
-    assert max(unseen) <= 15
-    assert all(abs(row.error_percent) <= 8 for row in sure if row.fitted)
+def test_parts_of_an_iteration_are_near_their_timers(table):
+    """Except a forward pass that took longer on 64 GPUs than on 128, and the check in which ranks
+    wait for others: it took 41, 8 and 114 ms on 32, 64 and 128 GPUs.
+    """
+    rows = [row for row in simulated(table, "megatron_bert345m_timers") if not row.contradicts]
+    far = [row for row in rows if abs(row.error_percent) > 10]
+    assert [(row.gpus, row.part) for row in far] == [
+        (64, "forward"),
+        (128, "check for infinities"),
+    ]
+    unseen = [abs(row.error_percent) for row in rows if not row.fitted and row not in far]
+    assert len(unseen) == 17
+    assert sum(unseen) / len(unseen) <= 5
 
 
 def test_iterations_of_more_machines_follow_from_those_of_up_to_four(table):
     rows = simulated(table, "megatron_bert345m_scaling")
-    errors = {row.gpus: abs(row.error_percent) for row in rows if not row.doubted}
-    assert [row.gpus for row in rows if row.doubted] == [16]
-    assert max(errors[gpus] for gpus in (1, 8, 32)) <= 8
-    assert errors[64] <= 10
-    assert errors[128] <= 13
+    errors = {row.gpus: abs(row.error_percent) for row in rows if not row.contradicts}
+    assert set(errors) == {1, 8, 32, 64, 128}
+    assert max(errors.values()) <= 10
+
+
+def test_parts_that_no_smooth_model_can_explain_are_all_of_one_run_and_a_check(table):
+    rows = simulated(table, "megatron_bert345m_timers")
+    marked = [(row.gpus, row.part) for row in rows if row.contradicts]
+    assert marked == [
+        *((row.gpus, row.part) for row in rows if row.gpus == 16),
+        (64, "check for infinities"),
+    ]
+
+
+def test_run_contradicts_those_on_half_and_on_twice_as_many_gpus(table):
+    from tables.bert345m import contradicting
+
+    assert contradicting({8: 100, 16: 121, 32: 90}) == {16}
+    assert contradicting({8: 100, 16: 121, 32: 101}) == set()
+    assert contradicting({8: 100, 16: 80, 32: 97}) == {16}
+    # Beside a run that is not believed, none is.
+    assert contradicting({8: 100, 16: 900, 32: 80, 64: 120}) == {16}
+    assert contradicting({1: 100, 8: 10, 16: 100}) == set()
 
 
 def test_classifier_of_gpt3xl_is_near_its_published_rows(table):
