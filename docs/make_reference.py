@@ -33,6 +33,7 @@ COMMANDS = {
     "scripts/aws": "fleet.aws",
     "scripts/sweep.py": "sweep",
     "scripts/table.py": "table",
+    "scripts/today.py": "today",
     "scripts/convergence.py": "convergence",
     "scripts/tensor_product.py": "tensor_product",
     "scripts/link.py": "link",

@@ -30,17 +30,18 @@ OUT = ROOT / "scripts/results/sim/today.jsonl"
 _Run = tuple[str, str, str, str, int]  # network, system, schedule, wire, tensor-parallel size
 
 
-def today(path: Path) -> Iterator[dict[str, Any]]:
-    """A row for each line of the results of a sweep file. Raises `ConfigError` for a line of a run
-    that the sweep no longer has.
+def today(path: Path, results: Path | None = None) -> Iterator[dict[str, Any]]:
+    """A row for each line of the results of a sweep file; by default they are where scripts/sweep.py
+    put them. Raises `ConfigError` for a line of a run that the sweep no longer has.
     """
     sweep = read_table(Sweep, path)
     with TemporaryDirectory() as folder:
         by_run = {_run_of(cell): cell for cell in cells(sweep, Path(folder))}
-        for line in lines_of(ROOT / f"scripts/results/{sweep.name}.jsonl"):
+        for line in lines_of(results or ROOT / f"scripts/results/{sweep.name}.jsonl"):
             run = _measured(line)
             if run not in by_run:
-                raise ConfigError(f"{path} has no run {run}, which its results hold")
+                said = ", ".join(map(str, run))
+                raise ConfigError(f"{path} has no run {said}, which its results hold")
             yield _row(sweep.name, line, by_run[run].config)
 
 
