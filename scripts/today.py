@@ -31,8 +31,8 @@ _Run = tuple[str, str, str, str, int]  # network, system, schedule, wire, tensor
 
 
 def today(path: Path, results: Path | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each line of the results of a sweep file; by default they are where scripts/sweep.py
-    put them. Raises `ConfigError` for a line of a run that the sweep no longer has.
+    """A row for each line of the results of a sweep file, by default those that scripts/sweep.py
+    wrote. Raises `ConfigError` for a line of a run that the sweep no longer has.
     """
     sweep = read_table(Sweep, path)
     with TemporaryDirectory() as folder:

@@ -34,8 +34,10 @@ BACKWARD_MS = Parameter("a layer, backward", 1.8904, "ms", f"{_ONE}backward-comp
 COLLECTIVE_MS = Parameter("a collective of a layer", 0.066, "ms", f"{_EIGHT}forward and backward")
 COPY_RATE = Parameter("copy of gradients", 30.9, "million/ms", f"{_ONE}params-all-reduce")
 MACHINE_RATE = Parameter("a ring in a machine", 51.3, "GB/s", f"{_EIGHT}params-all-reduce")
-NETWORK_RATE = Parameter("a ring between machines", 7.06, "GB/s", f"{_MORE}params-all-reduce")
-HOST = Parameter("layers, where there are several machines", 1.097, "times", f"{_MORE}backward-compute")
+NETWORK_RATE = Parameter("a ring between machines", 8.21, "GB/s", f"{_MORE}params-all-reduce")
+HOST = Parameter(
+    "layers, where there are several machines", 1.097, "times", f"{_MORE}backward-compute"
+)
 SLOWEST = Parameter(
     "the slowest of twice as many replicas",
     0.0692,

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
@@ -98,19 +98,38 @@ def test_four_replicas_of_the_published_system() -> None:
     assert table("Four replicas of the published system, predicted") == expected
 
 
+def that_day_and_today(row: dict, text: Callable[[float], str]) -> str:
+    """The prediction of the day of a measured run, and today's if it differs."""
+    that_day = text(row["predicted_that_day_s"])
+    today = text(row["predicted_today_s"])
+    return that_day if today == that_day else f"{that_day} (today {today})"
+
+
+def of_sweep(name: str) -> list[dict]:
+    """Kept by scripts/today.py."""
+    return [row for row in lines_of("sim/today") if row["sweep"] == name]
+
+
 def pairs(rows: Iterable[Iterable[str]]) -> Counter[str]:
+    """Cells of a prediction and a measurement."""
     cells = [cell for row in rows for part in row for cell in part.split("; ")]
-    return Counter(cell for cell in cells if re.fullmatch(r"[\d.]+, [\d.]+", cell))
+    number = r"\d[\d.]*"
+    pair = rf"{number}( \(today {number}\))?, {number}"
+    return Counter(cell for cell in cells if re.fullmatch(pair, cell))
 
 
 def test_replicas_measured_beside_simulated() -> None:
     shown = pairs(row[1:] for row in table("Replicas, measured beside simulated"))
     kept = Counter(
-        f"{seconds(line['predicted_s'])}, {seconds(line['measured_s'])}"
-        for line in lines_of("gpt3xl_replicas")
+        f"{that_day_and_today(row, seconds)}, {seconds(row['measured_s'])}"
+        for row in of_sweep("gpt3xl_replicas")
     )
     assert shown.total() == 17
     assert shown == kept
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def test_tensor_parallelism_over_a_slow_link() -> None:
@@ -121,12 +140,12 @@ def test_tensor_parallelism_over_a_slow_link() -> None:
     }
     columns = [(1, "auto"), (1, "1f1b"), (2, "1f1b"), (4, "1f1b"), (8, "1f1b")]
     kept = {}
-    for line in lines_of("gpt3xl_megatron"):
-        network = f"{line['delay_ms']:g} ms, {line['bandwidth_gbps']:g} Gbit/s"
-        schedule = line["schedule"].partition(",")[0]
-        both = [line["predicted_s"], line["measured_s"]]
-        text = ", ".join(f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in both)
-        kept[network, columns.index((line["tensor_parallel"], schedule))] = text
+    for row in of_sweep("gpt3xl_megatron"):
+        network = row["network"].removesuffix("gbps").replace("ms-", " ms, ") + " Gbit/s"
+        schedule = row["schedule"].partition(",")[0]
+        predicted = that_day_and_today(row, three_digits)
+        column = columns.index((row["tensor_parallel"], schedule))
+        kept[network, column] = f"{predicted}, {three_digits(row['measured_s'])}"
     assert len(shown) == 20
     assert shown == kept
 
@@ -160,9 +179,9 @@ def test_what_wire_formats_cost_in_loss(name: str, where: str) -> None:
 
 def test_steps_that_overlap_in_the_lab() -> None:
     rows = []
-    for line in lines_of("gpt3xl_overlap"):
-        times = [f"{line[key]:.2f}" for key in ("predicted_s", "measured_s")]
-        rows.append([line["schedule"], line["wire"], *times])
+    for row in of_sweep("gpt3xl_overlap"):
+        times = [that_day_and_today(row, seconds), seconds(row["measured_s"])]
+        rows.append([row["schedule"], row["wire"], *times])
     assert table("Steps that overlap, measured") == rows
 
 
@@ -269,7 +288,9 @@ def test_timers_of_bert_that_add_up_to_more_than_their_iteration() -> None:
         timed_ms = sum(float(part["published_ms"]) for part in parts)
         took_ms = float(row["published_ms"])
         rest_ms[row["gpus"]] = took_ms - timed_ms
-    said = f"On 128 GPUs the timers add up to {timed_ms:.0f} ms, and the iteration took {took_ms:.0f}"
+    said = (
+        f"On 128 GPUs the timers add up to {timed_ms:.0f} ms, and the iteration took {took_ms:.0f}"
+    )
     assert said in section
     assert rest_ms.pop("128") < 0
     least, most = min(rest_ms.values()), max(rest_ms.values())

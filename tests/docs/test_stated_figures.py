@@ -43,14 +43,14 @@ def off(line: dict) -> float:
 def test_how_far_the_lab_was_from_the_predictions_of_the_day() -> None:
     ours = [line for line in lines_of("gpt3xl_gpipe_network") if line["engine"] == "dpipe"]
     slow = [
-        line
-        for line in ours
-        if line["schedule"] == "zero-bubble" and line["bandwidth_gbps"] == 1
+        line for line in ours if line["schedule"] == "zero-bubble" and line["bandwidth_gbps"] == 1
     ]
     most = max(abs(off(line)) for line in ours if line not in slow)
     first, second = (f"{-off(line):.1f}" for line in slow)
     said = f"within {most:.1f} % of their predictions, except zero-bubble at 1 Gbit/s ({first} and"
-    assert f"{said} {second} % faster)" in in_results("All schedules on five networks, beside torch")
+    assert f"{said} {second} % faster)" in in_results(
+        "All schedules on five networks, beside torch"
+    )
 
 
 def percents_today() -> Iterator[tuple[str, float]]:
@@ -75,9 +75,7 @@ def test_how_far_the_lab_is_from_the_predictions_of_today() -> None:
 def test_rows_that_a_rule_was_learnt_from() -> None:
     lines = lines_of("gpt3xl_gpipe_network")
     slow = [
-        line
-        for line in lines
-        if line["schedule"] == "zero-bubble" and line["bandwidth_gbps"] == 1
+        line for line in lines if line["schedule"] == "zero-bubble" and line["bandwidth_gbps"] == 1
     ]
     that_day, measured = (
         " s and ".join(f"{line[key]:.2f}" for line in slow) for key in ("predicted_s", "measured_s")
@@ -277,6 +275,7 @@ def test_time_that_a_watched_step_takes_more() -> None:
     assert most < 1.005
     assert "a step takes less than 0.5 % longer" in one_line(text_of(DOCS / "watching.md"))
 
+
 EXCHANGES = 44  # of a tensor-parallel group in a step of two stages, as scripts/wakes.py counts
 
 
@@ -286,7 +285,9 @@ def test_core_time_of_messages() -> None:
     alone = [line for line in lines if "tensor-parallel" not in line["name"]]
     sizes = sorted(line["message_us"] / 1e3 for line in alone)
     rates = sorted(line["us_per_mb"] / 1e3 for line in alone)
-    said = f"{sizes[0]:.1f} to {sizes[-1]:.1f} ms and {rates[0]:.1f} to {rates[-1]:.1f} ms a megabyte"
+    said = (
+        f"{sizes[0]:.1f} to {sizes[-1]:.1f} ms and {rates[0]:.1f} to {rates[-1]:.1f} ms a megabyte"
+    )
     assert said in section
 
 
