@@ -93,11 +93,32 @@ def test_rows_that_a_rule_was_learnt_from() -> None:
 
 
 def test_replicas_are_furthest_from_their_prediction_with_local_sgd() -> None:
-    lines = lines_of("gpt3xl_replicas")
+    name = "gpt3xl_replicas"
+    lines = lines_of(name)
     far = max(lines, key=lambda line: abs(off(line)))
     assert far["engine"] == "dpipe local-sgd"
-    said = f"Predictions are furthest apart for local SGD, by {abs(off(far)):.1f} %"
-    assert said in in_results("Replicas, measured beside simulated")
+    section = in_results("Replicas, measured beside simulated")
+    assert f"Predictions are furthest apart for local SGD, by {abs(off(far)):.1f} %" in section
+    today = [abs(row["measured_s"] / row["predicted_today_s"] - 1) for row in today_of(name)]
+    assert f"and are at most {max(today) * 100:.1f} % off" in section
+
+
+def today_of(name: str) -> list[dict]:
+    return [row for row in lines_of("sim/today") if row["sweep"] == name]
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "said"),
+    [
+        ("gpt3xl_megatron", "Tensor parallelism over a slow link", "of the day, in every digit"),
+        ("gpt3xl_overlap", "Steps that overlap, measured", "are those of the day"),
+    ],
+)
+def test_predictions_of_today_that_are_those_of_the_day(name: str, title: str, said: str) -> None:
+    rows = today_of(name)
+    assert rows
+    assert all(row["predicted_today_s"] == row["predicted_that_day_s"] for row in rows)
+    assert said in in_results(title)
 
 
 def test_bf16_at_1_gbps_is_faster_than_the_published_step_at_10() -> None:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from dpipe.errors import ConfigError
+from dpipe.plan.forecast import forecast
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "scripts/results/sim/today.jsonl"
@@ -58,11 +59,20 @@ def test_order_that_was_measured_is_what_is_predicted(today, tmp_path: Path) -> 
     assert other["predicted_today_s"] > kept["predicted_today_s"]
 
 
-def test_line_without_clipping_is_predicted_without_a_vote(today, tmp_path: Path) -> None:
-    file = sweep_file("gpt3xl_overlap")
-    (voting,) = today.today(file, one_line(tmp_path))
-    (alone,) = today.today(file, one_line(tmp_path, clip_norm=0.0))
-    assert alone["predicted_today_s"] < voting["predicted_today_s"]
+def test_run_is_predicted_as_it_was_clipped(today, tmp_path: Path, monkeypatch) -> None:
+    """A step that is clipped waits for a vote; the oldest lines do not say, and were not."""
+    clipped = []
+
+    def noting(config, **options):
+        clipped.append(config.train.clip_norm)
+        return forecast(config, **options)
+
+    monkeypatch.setattr(today, "forecast", noting)
+    list(today.today(sweep_file("gpt3xl_overlap"), one_line(tmp_path)))
+    oldest = ROOT / "scripts/results/gpt3xl_megatron.jsonl"
+    assert "clip_norm" not in lines_of(oldest)[0]
+    list(today.today(sweep_file("gpt3xl_megatron_replay"), oldest))
+    assert clipped == [1, *[0] * 20]
 
 
 def test_run_that_the_sweep_no_longer_has_is_named(today, tmp_path: Path) -> None:
