@@ -47,7 +47,9 @@ def today(path: Path, results: Path | None = None) -> Iterator[dict[str, Any]]:
 
 def _run_of(cell: Cell) -> _Run:
     stages = cell.config.pipeline.stages
-    schedule = cell.schedule + ("" if stages == NUM_STAGES else f", {stages} stages")
+    schedule = cell.schedule
+    if stages != NUM_STAGES:
+        schedule += f", {stages} stages"
     size = cell.config.tensor_parallel.size
     return cell.network.name, cell.system, schedule, cell.wire, size
 

@@ -118,9 +118,13 @@ def layers_ms(job: Job, across: Crossings) -> tuple[float, float]:
     layers = job.shape.num_layers / job.pipeline_parallel
     if across.hops or across.rings:
         layers *= HOST.value
-    collectives = 2 * (job.tensor_parallel > 1) * COLLECTIVE_MS.value
+    collectives = 0.0
+    if job.tensor_parallel > 1:
+        collectives = 2 * COLLECTIVE_MS.value
+    forward = layers * (FORWARD_MS.value + collectives)
     # Full recomputation repeats the collectives of forward.
-    return layers * (FORWARD_MS.value + collectives), layers * (BACKWARD_MS.value + 2 * collectives)
+    backward = layers * (BACKWARD_MS.value + 2 * collectives)
+    return forward, backward
 
 
 def parameters(job: Job) -> float:
@@ -180,21 +184,26 @@ def contradicting(times_ms: Mapping[int, float]) -> set[int]:
     """The runs, by number of GPUs, that take over 1.2 times as long as both the run on half and the
     run on twice as many; and, beside those that do not, the runs that take as much less than both.
     """
-    longer = {
-        gpus for gpus, own_ms, beside_ms in _between(times_ms) if own_ms > _APART * max(beside_ms)
-    }
-    others = {gpus: own_ms for gpus, own_ms in times_ms.items() if gpus not in longer}
-    return longer | {
-        gpus for gpus, own_ms, beside_ms in _between(others) if _APART * own_ms < min(beside_ms)
-    }
+    marked = set()
+    others = dict(times_ms)
+    for gpus, own_ms, beside_ms in _between(times_ms):
+        if own_ms > _APART * max(beside_ms):
+            marked.add(gpus)
+            del others[gpus]
+    for gpus, own_ms, beside_ms in _between(others):
+        if _APART * own_ms < min(beside_ms):
+            marked.add(gpus)
+    return marked
 
 
 def _between(times_ms: Mapping[int, float]) -> Iterator[tuple[int, float, tuple[float, float]]]:
     """Those that have a run on half and one on twice as many GPUs beside them."""
     for gpus, own_ms in times_ms.items():
-        half, twice = gpus // 2, 2 * gpus
+        half = gpus // 2
+        twice = 2 * gpus
         if half in times_ms and twice in times_ms:
-            yield gpus, own_ms, (times_ms[half], times_ms[twice])
+            beside_ms = times_ms[half], times_ms[twice]
+            yield gpus, own_ms, beside_ms
 
 
 def _iteration(line: dict[str, str], marked: set[int]) -> Row:
@@ -258,7 +267,9 @@ def parts(source: Path) -> list[PartRow]:
 
 def _published_parts(timers: dict[str, float]) -> dict[str, float]:
     """Milliseconds."""
-    parts = {part: sum(timers.get(name, 0.0) for name in names) for part, names in TIMERS.items()}
+    parts = {}
+    for part, names in TIMERS.items():
+        parts[part] = sum(timers.get(name, 0.0) for name in names)
     parts["optimizer"] -= parts["check for infinities"]
     return parts
 
