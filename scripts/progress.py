@@ -3,12 +3,14 @@ faults cost it.
 """
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
@@ -23,15 +25,15 @@ class Progress:
     newest: int = -1
     best: int = -1
     num_repeated: int = 0
-    _size: int = -1
+    _read: int = 0  # bytes of the file
+    _inode: int = 0
 
     def look(self) -> None:
-        size = self.path.stat().st_size if self.path.exists() else -1
-        # Of a coordinator that takes over there is no file yet.
-        if size in (-1, self._size):
+        """Only at what is new: what looks on has as little of the machine as can be."""
+        rows = self._new_rows()
+        newest = max((row["step"] for row in rows if "loss" in row), default=self.newest)
+        if newest == self.newest:
             return
-        self._size = size
-        newest = max(values_of(self.path, "loss"), default=-1)
         now = time.monotonic()
         if newest >= 0 and self.first_at is None:
             self.first_at = now
@@ -41,6 +43,23 @@ class Progress:
             self.best = newest
             self.newest_at = now
         self.newest = newest
+
+    def _new_rows(self) -> list[dict[str, Any]]:
+        """Those of the whole file where an epoch has cut it, or written another."""
+        # Of a coordinator that takes over there is no file yet.
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._read:
+                self._inode = found.st_ino
+                self._read = 0
+            file.seek(self._read)
+            text = file.read()
+        # A line may still be written to.
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return list(rows_in(whole))
 
     @property
     def seconds(self) -> float:
@@ -58,14 +77,16 @@ class Fault:
 
 
 def values_of(path: Path, name: str) -> dict[int, float]:
-    """By step. A line may still be written to."""
-    values = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    """By step."""
+    text = path.read_bytes() if path.exists() else b""
+    return {row["step"]: row[name] for row in rows_in(text) if name in row}
+
+
+def rows_in(text: bytes) -> Iterator[dict[str, Any]]:
+    """A line may still be written to."""
+    for line in text.splitlines():
         with suppress(ValueError):
-            row = json.loads(line)
-            if name in row:
-                values[row["step"]] = row[name]
-    return values
+            yield json.loads(line)
 
 
 def report(faults: Sequence[Fault], calm: Progress, rough: Progress) -> None:

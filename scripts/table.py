@@ -58,7 +58,7 @@ from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 NETWORKS = "gpt3xl_networks"
-BY_WIRE = ("gpt3xl_narrow", "gpt3xl_stock", "gpt3xl_stock_cubic")  # with TCP as it comes
+BY_WIRE = by_wire.NAMES
 MEASURED = (NETWORKS, *BY_WIRE)  # on replay stages alone
 TABLES = ("gpt3xl_gpipe_network", *MEASURED, *SIMULATED)
 

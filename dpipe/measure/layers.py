@@ -1,16 +1,24 @@
 """What the layers of this model take on this machine, run for real on one micro-batch.
 
+    a chain of layers   1  2  3  ...  forward, each timed by itself
+                        1  2  3  ...  backward, from the last
+
     plain   forward  backward                          as torch has them
     split   forward  backward_input  backward_weight   as zero-bubble schedules need them
+
+In a chain, as a stage has them: the others' parameters and activations pass through the cache
+between two uses of a layer. By itself, repeated, it would find its own there.
 
 Means over a stretch of time, not the best of a few: a machine of which this process has a share
 computes at full speed for a moment, and then not at all.
 """
 
+import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -31,9 +39,12 @@ _MOST = 1000  # repetitions
 _ENOUGH = 12
 _LONGEST_S = 2.0
 _FEWEST = 3
+# Parameters of a chain: more than caches hold, and little beside what a stage of such layers takes.
+_CHAIN_BYTES = 256 << 20
 _MASKED = 0.15  # of the words, which a BERT predicts
 
 Passes = Mapping[str, float]  # seconds of each
+Known = dict[Hashable, tuple[Passes, Tensors]]  # by recipe, with what the layer passes on
 
 
 def time_layers(config: Config, micro_batch_sizes: tuple[int, ...]) -> tuple[LayerTime, ...]:
@@ -46,8 +57,9 @@ def time_layers(config: Config, micro_batch_sizes: tuple[int, ...]) -> tuple[Lay
     check_device(device)
     model = make_model(config)
     times: list[LayerTime] = []
+    streams = streams_of(device)
     for size in micro_batch_sizes:
-        times += _Trial(config, model, device, size).times()
+        times += _Trial(config, model, device, streams, size).times()
     return tuple(times)
 
 
@@ -56,19 +68,22 @@ class _Trial:
     config: Config
     model: LayeredModel
     device: str
+    streams: Streams
     micro_batch_size: int
 
     def times(self) -> Iterator[LayerTime]:
-        streams = streams_of(self.device)
         inputs, targets = self._batch()
-        known: dict[Hashable, tuple[Passes, Tensors]] = {}
-        for kind, index in self._kinds():
-            # As stored parameters have them, which is what layers pass on.
-            recipe = recipe_of(self.model.layers[index], inputs, self._stored)
-            if recipe is None or recipe not in known:
-                found = self._layer(index, inputs, targets, streams)
-                known[recipe] = found
+        known: Known = {}
+        kinds: set[str | int] = set()
+        for index in range(len(self.model.layers)):
+            recipe = self._recipe(index, inputs)
+            if recipe not in known:
+                known = self._chain(index, inputs, targets) | known
             passes, inputs = known[recipe]
+            kind = self._kind(index)
+            if kind in kinds:
+                continue
+            kinds.add(kind)
             yield LayerTime(
                 kind,
                 self.micro_batch_size,
@@ -78,16 +93,17 @@ class _Trial:
                 backward_weight_ms=passes["weight"] * 1e3,
             )
 
-    @property
-    def _stored(self) -> torch.dtype:
-        return DTYPES[self.config.train.parameters]
+    def _kind(self, index: int) -> str | int:
+        if not self.config.model.is_transformer:
+            return index
+        ends = {0: "embedding", len(self.model.layers) - 1: "head"}
+        return ends.get(index, "block")
 
-    def _kinds(self) -> list[tuple[str | int, int]]:
-        """With the index of a layer of that kind."""
-        last = len(self.model.layers) - 1
-        if self.config.model.is_transformer:
-            return [("embedding", 0), ("block", 1), ("head", last)]
-        return [(index, index) for index in range(last + 1)]
+    def _recipe(self, index: int, inputs: Tensors) -> Hashable:
+        """Equal for layers that take as long; that of one which is like no other is its index."""
+        stored = DTYPES[self.config.train.parameters]  # which is what layers pass on
+        recipe = recipe_of(self.model.layers[index], inputs, stored)
+        return index if recipe is None else recipe
 
     def _batch(self) -> tuple[Tensors, torch.Tensor]:
         """Random words: no layer takes longer for some than for others."""
@@ -110,44 +126,53 @@ class _Trial:
         inputs = (tokens, passages, lengths)
         return inputs, targets
 
-    def _layer(
-        self, index: int, inputs: Tensors, targets: torch.Tensor, streams: Streams
-    ) -> tuple[Passes, Tensors]:
-        """Seconds of each pass, and what the layer passes on."""
-        last = index == len(self.model.layers) - 1
-
-        def gradients_of(outputs: Tensors) -> Tensors:
-            if last:
-                return ()
-            return tuple(torch.ones_like(o) for o in outputs if o.is_floating_point())
-
-        def plain(stage: Stage, clock: "_Clock") -> Tensors:
-            with clock.timing("forward"):
-                outputs = stage.forward(0, inputs, targets)
-            gradients = gradients_of(outputs)
-            with clock.timing("backward"):
-                stage.backward(0, gradients)
-            return outputs
-
-        def split(stage: Stage, clock: "_Clock") -> Tensors:
-            outputs = stage.forward(0, inputs, targets)
-            gradients = gradients_of(outputs)
-            with clock.timing("input"):
-                stage.backward_input(0, gradients)
-            with clock.timing("weight"):
-                stage.backward_weight(0)
-            return outputs
-
-        passes: dict[str, float] = {}
+    def _chain(self, first: int, inputs: Tensors, targets: torch.Tensor) -> Known:
+        """Of layer `first` and those behind it, no more than a stage has."""
         # One after the other: of a large layer there may be room for one alone.
-        for run, splits in ((plain, False), (split, True)):
-            stage = self._stage(index, last, splits_backward=splits)
-            means, outputs = _repeated(run, stage, streams)
-            passes |= means
-        return passes, outputs
+        plain = self._timed_chain(first, inputs, targets, splits_backward=False)
+        split = self._timed_chain(first, inputs, targets, splits_backward=True)
+        known: Known = {}
+        for recipe, (passes, outputs) in plain.items():
+            halves, _ = split[recipe]
+            known[recipe] = {**passes, **halves}, outputs
+        return known
 
-    def _stage(self, index: int, last: bool, *, splits_backward: bool) -> Stage:
+    def _timed_chain(
+        self, first: int, inputs: Tensors, targets: torch.Tensor, *, splits_backward: bool
+    ) -> Known:
+        links = self._links(first, inputs, targets, splits_backward=splits_backward)
+        means = _repeated(links, targets, self.streams)
+        known: Known = {}
+        # Of alike ones the first: the model's last layer passes on the loss.
+        for link in links:
+            known.setdefault(link.recipe, (means[link.recipe], link.outputs))
+        return known
+
+    def _links(
+        self, first: int, inputs: Tensors, targets: torch.Tensor, *, splits_backward: bool
+    ) -> "list[_Link]":
+        """Each has run forward and backward: that loads kernels and makes the gradients' memory."""
+        links: list[_Link] = []
+        last = len(self.model.layers) - 1
+        length = math.ceil(len(self.model.layers) / self.config.pipeline.stages)
+        size = 0
+        for index in range(first, min(first + length, last + 1)):
+            recipe = self._recipe(index, inputs)
+            stage = self._stage(index, splits_backward)
+            link = _Link(recipe, stage, inputs, splits_backward, ends=index == last)
+            clock = _Clock(self.streams)
+            link.forward(targets, clock)
+            link.backward(clock)
+            links.append(link)
+            inputs = link.outputs
+            size += link.num_bytes
+            if size >= _CHAIN_BYTES:
+                break
+        return links
+
+    def _stage(self, index: int, splits_backward: bool) -> Stage:
         train = self.config.train
+        last = index == len(self.model.layers) - 1
         return Stage(
             index,
             {index: materialise(self.model, index, train.seed, self.device)},
@@ -163,39 +188,81 @@ class _Trial:
         )
 
 
+@dataclass
+class _Link:
+    """One layer of a chain."""
+
+    recipe: Hashable
+    stage: Stage
+    inputs: Tensors
+    splits_backward: bool
+    ends: bool  # in the loss, whose gradient is known
+    outputs: Tensors = ()
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (*self.stage.parameters(), *self.stage.buffers())
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def forward(self, targets: torch.Tensor, clock: "_Clock") -> None:
+        with clock.timing(self.recipe, "forward"):
+            self.outputs = self.stage.forward(0, self.inputs, targets)
+
+    def backward(self, clock: "_Clock") -> None:
+        gradients: Tensors = ()
+        if not self.ends:
+            gradients = tuple(torch.ones_like(o) for o in self.outputs if o.is_floating_point())
+        if not self.splits_backward:
+            with clock.timing(self.recipe, "backward"):
+                self.stage.backward(0, gradients)
+            return
+        with clock.timing(self.recipe, "input"):
+            self.stage.backward_input(0, gradients)
+        with clock.timing(self.recipe, "weight"):
+            self.stage.backward_weight(0)
+
+
 class _Clock:
-    """Seconds of parts that are repeated, from an idle device to an idle device."""
+    """Seconds of passes that are repeated, from an idle device to an idle device."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self.seconds: dict[str, float] = {}
+        self._taken: dict[Hashable, dict[str, list[float]]] = {}
 
     @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
+    def timing(self, recipe: Hashable, name: str) -> Iterator[None]:
         self._streams.catch_up()
         began = time.perf_counter()
         yield
         self._streams.catch_up()
         took = time.perf_counter() - began
-        self.seconds[name] = self.seconds.get(name, 0.0) + took
+        self._taken.setdefault(recipe, {}).setdefault(name, []).append(took)
+
+    def means(self) -> dict[Hashable, Passes]:
+        return {
+            recipe: {name: fmean(seconds) for name, seconds in passes.items()}
+            for recipe, passes in self._taken.items()
+        }
 
 
 def _repeated(
-    run: Callable[[Stage, _Clock], Tensors], stage: Stage, streams: Streams
-) -> tuple[Passes, Tensors]:
-    """Mean seconds of each part, and the outputs."""
-    run(stage, _Clock(streams))  # may load kernels, and makes the gradients' memory
+    links: Sequence[_Link], targets: torch.Tensor, streams: Streams
+) -> dict[Hashable, Passes]:
+    """Mean seconds of each pass, by recipe."""
     clock = _Clock(streams)
     number = 0
     began = time.perf_counter()
-    while _goes_on(number, time.perf_counter() - began):
-        outputs = run(stage, clock)
+    while _goes_on(number, (time.perf_counter() - began) / len(links)):
+        for link in links:
+            link.forward(targets, clock)
+        for link in reversed(links):
+            link.backward(clock)
         number += 1
-    return {name: seconds / number for name, seconds in clock.seconds.items()}, outputs
+    return clock.means()
 
 
 def _goes_on(number: int, seconds: float) -> bool:
-    """Whether so many repetitions in so long are too few."""
+    """Whether so many repetitions in so long, a layer, are too few."""
     if number < _FEWEST:
         return True
     if number < _ENOUGH:

@@ -9,6 +9,15 @@ from typing import Any
 
 from tables.form import as_text
 
+_OF_PACKETS = {"loss_percent": "loss", "reorder_percent": "out of order"}
+
+NAMES = (
+    "gpt3xl_narrow",
+    "gpt3xl_stock",  # with TCP as it comes
+    "gpt3xl_stock_cubic",
+    "finetuning_lossy",  # on links that lose and delay packets
+    "finetuning_lossy_cubic",
+)
 HEAD = (
     "one-way delay, bandwidth",
     "system",
@@ -61,8 +70,11 @@ def _named(network: Mapping[str, Any]) -> str:
     """By its links, which are all alike."""
     megabits = network["bandwidth_gbps"] * 1e3
     parts = [f"{network['delay_ms']:g} ms", f"{megabits:g} Mbit/s"]
-    if network.get("loss_percent"):
-        parts.append(f"{network['loss_percent']:g} % loss")
+    if network.get("jitter_ms"):
+        parts[0] = f"{network['delay_ms']:g} ± {network['jitter_ms']:g} ms"
+    for key, name in _OF_PACKETS.items():
+        if network.get(key):
+            parts.append(f"{network[key]:g} % {name}")
     return ", ".join(parts)
 
 

@@ -17,6 +17,8 @@ _MADE = (
     "scripts/results/gpt3xl_narrow.jsonl",
     "scripts/results/gpt3xl_stock.jsonl",
     "scripts/results/gpt3xl_stock_cubic.jsonl",
+    "scripts/results/finetuning_lossy.jsonl",
+    "scripts/results/finetuning_lossy_cubic.jsonl",
 )
 
 

@@ -93,17 +93,67 @@ def test_each_kind_of_a_transformer_is_measured_at_each_size(family: str, tmp_pa
         assert each.backward_weight_ms is not None
 
 
-def test_users_own_layers_are_measured_by_index_and_alike_ones_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own model is `sleepy`."""
     monkeypatch.setattr(layers, "make_model", lambda config: sleepy())
     monkeypatch.setattr(layers, "vocabulary_of", lambda config: 30)
     monkeypatch.setattr(layers._Trial, "_batch", lambda self: ((torch.ones(2, 4),), torch.ones(2)))
     monkeypatch.setattr(Sleepy, "made", 0)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the clock is asked to time, in order: the layer's seconds, and the pass."""
+    named = []
+    timing = layers._Clock.timing
+
+    def noted(self: layers._Clock, recipe: object, name: str):
+        named.append(f"{recipe[1][0][0]:g} {name}")
+        return timing(self, recipe, name)
+
+    monkeypatch.setattr(layers._Clock, "timing", noted)
+    return named
+
+
+def test_layers_of_a_stage_are_measured_as_a_chain(sleeps: None, passes: list[str]) -> None:
+    """Alone a layer would find its parameters in the cache, where a stage's others replace them."""
+    time_layers(config(layers="some.module:model"), (2,))
+    forwards = ["0.005 forward", "0.02 forward", "0.02 forward"]
+    assert passes[-9:] == [
+        *forwards,
+        *("0.02 input", "0.02 weight", "0.02 input", "0.02 weight", "0.005 input", "0.005 weight"),
+    ]
+    assert [*forwards, "0.02 backward", "0.02 backward", "0.005 backward"] == passes[6:12]
+
+
+@pytest.mark.parametrize(
+    ("stages", "chain_bytes", "made"),
+    [
+        (1, 1 << 20, 6),  # all three, plain and split
+        (3, 1 << 20, 4),  # a layer a stage: the third is like the second, and is not measured again
+        (1, 4, 4),  # the first layer's parameters are as many as a chain should have
+    ],
+)
+def test_chain_is_no_longer_than_a_stage_nor_than_the_cache_takes(
+    sleeps: None, monkeypatch: pytest.MonkeyPatch, stages: int, chain_bytes: int, made: int
+) -> None:
+    monkeypatch.setattr(layers, "_CHAIN_BYTES", chain_bytes)
+    settings = build(
+        {
+            "model": {**TINY, "layers": "some.module:model"},
+            "train": {"batch_size": 8},
+            "pipeline": {"stages": stages},
+        }
+    )
+    time_layers(settings, (2,))
+    assert Sleepy.made == made
+
+
+def test_users_own_layers_are_measured_by_index_and_alike_ones_together(sleeps: None) -> None:
     first, second, third = time_layers(config(layers="some.module:model"), (2,))
     assert [first.kind, second.kind, third.kind] == [0, 1, 2]
     assert second.forward_ms == third.forward_ms
-    assert Sleepy.made == 4, "two stages of each of two kinds"
     for each, seconds in ((first, 0.005), (second, 0.02)):
         expected_ms = 2 * seconds * 1e3  # of two sequences
         assert each.forward_ms >= expected_ms

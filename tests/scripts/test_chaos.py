@@ -22,8 +22,31 @@ Script = Callable[[str], ModuleType]
 
 def write_rows(path: Path, *steps: int) -> None:
     rows = [json.dumps({"step": step, "loss": 1.0 / (step + 1)}) for step in steps]
-    # An evaluation, and a line that is still being written.
-    path.write_text("\n".join([*rows, '{"step": 9, "held_out_loss": 1.0}', '{"step": 10, "lo']))
+    # An evaluation, and a line that is still being written. An epoch puts a new file there.
+    written = path.with_suffix(".written")
+    written.write_text("\n".join([*rows, '{"step": 9, "held_out_loss": 1.0}', '{"step": 10, "lo']))
+    written.replace(path)
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_progress_reads_a_growing_file_on_from_where_it_was(script: Script, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    progress = script("chaos").Progress(path)
+    write_rows(path, 0, 1)
+    progress.look()
+    append(path, 'ss": 0.5}\n{"step": 11, "loss": 0.5}\n')
+    progress.look()
+    assert progress.newest == 11
+    read = progress._read
+    assert read == path.stat().st_size
+    append(path, '{"step": 12, "loss": 0.5}\n')
+    progress.look()
+    assert progress.newest == 12
+    assert progress._read > read
 
 
 def test_progress_counts_what_is_repeated(script: Script, tmp_path: Path) -> None:

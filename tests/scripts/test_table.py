@@ -283,7 +283,23 @@ def test_narrow_rows_as_comma_separated_values(table, results):
     assert (row["bound_s"], row["predicted_s"], row["measured_s"]) == ("", "1", "16")
 
 
-@pytest.mark.parametrize("name", ["gpt3xl_narrow", "gpt3xl_stock", "gpt3xl_stock_cubic"])
+def test_network_of_a_row_says_what_becomes_of_its_packets(table):
+    mobile = {"delay_ms": 40, "bandwidth_gbps": 0.05, "jitter_ms": 10}
+    mobile |= {"loss_percent": 1, "reorder_percent": 0.5}
+    (row,) = table.by_wire.rows_of([LINE | {"network": mobile, "predicted_s": 1.0}])
+    assert row.network == "40 ± 10 ms, 50 Mbit/s, 1 % loss, 0.5 % out of order"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt3xl_narrow",
+        "gpt3xl_stock",
+        "gpt3xl_stock_cubic",
+        "finetuning_lossy",
+        "finetuning_lossy_cubic",
+    ],
+)
 def test_results_page_has_what_was_measured_with_tcp_as_it_comes(table, name, tmp_path):
     page = tmp_path / "results.md"
     page.write_text((table.ROOT / "docs/results.md").read_text())
