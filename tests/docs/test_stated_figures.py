@@ -327,3 +327,26 @@ def test_what_is_left_of_an_exchange() -> None:
     section = in_results("Real compute on two cores")
     assert f"some {EXCHANGES} exchanges a step" in section
     assert f"is {narrow:.1f} ms an exchange, and {wide:.1f} ms" in section
+
+
+def test_two_groups_in_the_real_time_class_take_what_is_predicted() -> None:
+    ratios: dict[str, list[float]] = {}
+    for line in lines_of("real_compute"):
+        if line["name"].endswith("real-time class"):
+            ratios.setdefault(line["name"], []).append(line["ratio"])
+    assert [len(each) for each in ratios.values()] == [3, 3]
+    narrow, wide = (f"{median(each):.2f}" for each in ratios.values())
+    assert all(0.92 < ratio < 1.08 for each in ratios.values() for ratio in each)
+    section = in_results("Real compute on two cores")
+    assert f"and they take {narrow} and {wide} of the predicted time" in section
+    less = []
+    for name in ratios:
+        computing = [computing_ms(of) for of in (name, name.removesuffix(", real-time class"))]
+        less.append(f"{(1 - computing[0] / computing[1]) * 100:.0f}")
+    assert "takes {} and {} % less of the cores".format(*less) in section
+
+
+def computing_ms(name: str) -> float:
+    part = "computing beside others"
+    lines = lines_of("real_compute")
+    return median(line["parts_ms"][part] for line in lines if line["name"] == name)
