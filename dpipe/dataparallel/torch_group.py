@@ -25,7 +25,7 @@ from dpipe.dataparallel.base import Traffic
 from dpipe.errors import PeerLost
 from dpipe.streams import Streams, streams_of
 from dpipe.wire.codec import codec
-from dpipe.wire.collective import open_group
+from dpipe.wire.collective import open_group, wait_for
 from dpipe.wire.transfer import Moved
 
 _AHEAD = 8  # parts in progress at once
@@ -57,6 +57,7 @@ class TorchGroup:
         self._num_replicas = num_replicas
         self._codec = codec(wire)
         self._part_values = part_bytes // 4
+        self._error: Exception | None = None
         self._group: Any = open_group(
             store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s
         )
@@ -100,7 +101,8 @@ class TorchGroup:
         return traffic
 
     def fail(self, error: Exception) -> None:
-        """End what is in progress here; the other replicas lose this one."""
+        """End what is in progress here with `error`; the other replicas lose this one."""
+        self._error = error  # first: the thread that waits reads it once the abort wakes it
         self._group.abort()
 
     def _begin(self, values: torch.Tensor) -> "_Part":
@@ -109,7 +111,7 @@ class TorchGroup:
         return _Part(values, wire, work, time.perf_counter_ns())
 
     def _end(self, part: "_Part", stage: int, count: int) -> Traffic:
-        part.work.wait()
+        wait_for(part.work, self.device, lambda: self._error)
         total = part.wire.to(part.values.dtype)
         torch.div(total, count, out=part.values)
         # what a ring sends; the library does not say what it did

@@ -9,6 +9,7 @@ import torch
 
 from dpipe.choices import function_at
 from dpipe.config.load import Config
+from dpipe.coordinator.abortable import unless_over
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import STORE_PORT
 from dpipe.dataparallel.base import DataParallel, Layers
@@ -124,24 +125,29 @@ def torch_group(
     timeout_s = config.timeouts.transfer
     first = here.dp_group[0]
     host = _host(coordinator.addresses[here.rank], here.rank)
-    # In both branches this rank shares: a gather is complete when every rank has given its part.
+    own_store = None
+    # Open before its port goes round.
     if here.dp_rank == 0:
-        store = open_store(host, 0, timeout_s, master=True)
-        coordinator.share("torch group", store.port, timeout_s, STORE_PORT)
-    else:
-        ports = coordinator.share("torch group", 0, timeout_s, STORE_PORT)
-        store_host = _host(coordinator.addresses[first], first)
-        store = open_store(store_host, ports[first], timeout_s, master=False)
-    group = TorchGroup(
-        store,
-        here.dp_rank,
-        here.dp_size,
-        host=host,
-        device=config.node.device,
-        wire=config.data_parallel.wire,
-        part_bytes=config.data_parallel.chunk_bytes,
-        timeout_s=timeout_s,
-    )
+        own_store = open_store(host, 0, timeout_s, master=True)
+    port = 0 if own_store is None else own_store.port
+    # All ranks of the run: a gather is complete when every rank has given its part.
+    ports = coordinator.share("torch group", port, timeout_s, STORE_PORT)
+    store_host = _host(coordinator.addresses[first], first)
+
+    def opened() -> TorchGroup:
+        return TorchGroup(
+            own_store or open_store(store_host, ports[first], timeout_s, master=False),
+            here.dp_rank,
+            here.dp_size,
+            host=host,
+            device=config.node.device,
+            wire=config.data_parallel.wire,
+            part_bytes=config.data_parallel.chunk_bytes,
+            timeout_s=timeout_s,
+        )
+
+    # Torch waits for a replica that is gone until its timeout.
+    group = unless_over(coordinator, opened)
     coordinator.on_abort(group.fail)
     if group.device.type == "cuda":
         _warm_up(group, here.pp_rank, stages, config.data_parallel.chunk_bytes)

@@ -8,7 +8,6 @@ place.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch.distributed as dist
 
 from dpipe.errors import PeerLost
 from dpipe.passes.seeding import paused
-from dpipe.wire.collective import open_group
-
-_POLL = timedelta(seconds=0.2)  # between looks at whether the run has failed elsewhere
+from dpipe.wire.collective import open_group, wait_for
 
 # Called around each collective with the bytes that this rank sends.
 Watch = Callable[[int], AbstractContextManager[None]]
@@ -104,26 +101,9 @@ class TensorGroup:
             # Layers exchange inside `seeded`. Without the pause, ranks that are threads of one
             # process would wait for each other's lock and for each other's message.
             with self.watch(num_bytes), paused():
-                self._wait(begin())
+                wait_for(begin(), self._device, lambda: self._error)
         except RuntimeError as error:  # the only kind that torch raises here
             raise PeerLost(
                 f"rank {self.ranks[self.rank]} lost the tensor-parallel group of ranks "
                 f"{self.ranks[0]} to {self.ranks[-1]}: {error}"
             ) from error
-
-    def _wait(self, work: Any) -> None:
-        """Wait for a collective; raises what `fail` was given meanwhile.
-
-        NCCL's `wait` only puts the current stream behind the collective, and an abort ends it. A
-        wait of gloo cannot be interrupted, so it is polled.
-        """
-        if self._device.type == "cuda" and work.wait():
-            return
-        done = False
-        while not done:
-            if self._error is not None:
-                raise self._error
-            try:
-                done = work.wait(_POLL)
-            except RuntimeError:  # the poll timed out, or the collective is over
-                done = work.is_completed() and work.wait()  # raises if the collective failed

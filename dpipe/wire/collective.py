@@ -1,5 +1,8 @@
-"""How every `torch.distributed` group is opened: beside the process's default group, if any."""
+"""How every `torch.distributed` group is opened, beside the process's default group, if any; and
+how its collectives are waited for.
+"""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -7,6 +10,28 @@ import torch
 import torch.distributed as dist
 
 from dpipe.errors import PeerLost
+
+_POLL = timedelta(seconds=0.2)  # between looks at whether the run has failed elsewhere
+
+
+def wait_for(work: Any, device: torch.device, failure: Callable[[], Exception | None]) -> None:
+    """Wait for a collective; raises what `failure` returns meanwhile, and `RuntimeError` where it
+    has failed.
+
+    NCCL's `wait` only puts the current stream behind the collective, and an abort ends it. A wait
+    of gloo cannot be interrupted, so it is polled.
+    """
+    if device.type == "cuda" and work.wait():
+        return
+    done = False
+    while not done:
+        error = failure()
+        if error is not None:
+            raise error
+        try:
+            done = work.wait(_POLL)
+        except RuntimeError:  # the poll timed out, or the collective is over
+            done = work.is_completed() and work.wait()  # raises if the collective failed
 
 
 def open_group(

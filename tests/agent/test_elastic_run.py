@@ -243,23 +243,43 @@ def test_machine_is_killed_in_every_phase(
     assert losses_of(forks) == list(enumerate(losses(whole)))
 
 
-GROUP_PHASES = {
-    "forming its group": ("dpipe.stage.tensor_group.TensorGroup.__init__", 1),
-    "in a collective": ("dpipe.stage.tensor_group.TensorGroup.all_reduce", 20),
+GROUPS = {
+    "tensor-parallel": (
+        {"tensor_parallel.size": 2},
+        {
+            "forming its group": ("dpipe.stage.tensor_group.TensorGroup.__init__", 1),
+            "in a collective": ("dpipe.stage.tensor_group.TensorGroup.all_reduce", 20),
+        },
+    ),
+    "torch's, of replicas": (
+        {
+            "data_parallel.kind": "all-reduce",
+            "data_parallel.replicas": 2,
+            "data_parallel.group": "torch",
+        },
+        {
+            "forming its group": ("dpipe.dataparallel.torch_group.TorchGroup.__init__", 1),
+            "in a collective": ("dpipe.dataparallel.torch_group.TorchGroup._end", 20),
+        },
+    ),
 }
 
 
-def test_rank_of_a_tensor_parallel_group_is_killed_in_its_phases(
-    forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
+@pytest.mark.parametrize("kind", GROUPS)
+def test_rank_of_a_group_is_killed_in_its_phases(
+    kind: str, forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
     """Long before timeouts.transfer the other one goes on with the next."""
-    keys = (f"train.steps={PHASES_STEPS}", "pipeline.stages=1", "tensor_parallel.size=2")
-    join = start_with_one_that_stays(forks, keys)
-    for phase, (where, count) in GROUP_PHASES.items():
+    keys, phases = GROUPS[kind]
+    options = [f"{key}={value}" for key, value in keys.items()]
+    job = (f"train.steps={PHASES_STEPS}", "pipeline.stages=1", *options)
+    join = start_with_one_that_stays(forks, job)
+    for phase, (where, count) in phases.items():
         forks.start_doomed(phase, where, count, *join, phase)
         forks.wait_until(lambda phase=phase: forks.has_ended(phase), f"{phase} to be killed", 40)
     forks.start("last", *join, "last")
     assert forks.exit_code("coordinator") == 0
-    assert [forks.exit_code(phase) for phase in GROUP_PHASES] == [-signal.SIGKILL] * 2
-    whole = tiny(train__steps=PHASES_STEPS, tensor_parallel__size=2)
+    assert [forks.exit_code(phase) for phase in phases] == [-signal.SIGKILL] * 2
+    changes = {key.replace(".", "__"): value for key, value in keys.items()}
+    whole = tiny(train__steps=PHASES_STEPS, **changes)
     assert losses_of(forks) == list(enumerate(losses(whole)))

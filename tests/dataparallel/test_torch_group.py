@@ -1,3 +1,5 @@
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -7,7 +9,7 @@ from support.layered import ADAM, Layered, in_threads, mean_gradients, one_step
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.single import Single
 from dpipe.dataparallel.torch_group import TorchGroup
-from dpipe.errors import PeerLost
+from dpipe.errors import PeerLost, RunAborted
 from dpipe.streams import HostStreams
 from dpipe.wire.collective import open_store
 
@@ -125,3 +127,26 @@ def test_exchange_waits_for_its_gradients_and_compute_does_not_wait_for_the_exch
 def test_exchange_that_does_not_finish_on_the_device_loses_the_group() -> None:
     with pytest.raises(PeerLost, match="stage 0: the device has not reached"):
         averaged_alone(Drawing(late=True))
+
+
+def test_failure_elsewhere_ends_an_exchange() -> None:
+    """The other replica is alive, and does not take part: it was stopped, or is cut off."""
+    over = threading.Event()
+    master = open_store(HOST, 0, 20, master=True)
+
+    def replica_main(replica: int) -> None:
+        store = open_store(HOST, master.port, 20, master=False)
+        group = TorchGroup(store, replica, 2, host=HOST, timeout_s=20)
+        if replica == 1:
+            over.wait(20)
+            return
+        threading.Timer(0.1, group.fail, [RunAborted("rank 7 failed")]).start()
+        began_at = time.monotonic()
+        with pytest.raises(RunAborted, match="rank 7 failed"):
+            group.average(torch.ones(4), 0, lambda piece: None)
+        over.set()
+        assert time.monotonic() - began_at < 10, "not after timeout_s"
+
+    for result in in_threads(2, replica_main):
+        if isinstance(result, Exception):
+            raise result
