@@ -14,9 +14,9 @@ Faults, by the seed: a machine is killed (and a new one joins), a machine is sto
 the coordinator is killed and started again; in a lab also: a machine's cable is cut for a while.
 Only where --fault asks for them: the coordinator is killed, its folder deleted, and a standby takes
 over; in a lab, half of the machines are parted from the others and from the coordinator.
-Exits with 1 where a bit differs. What each process holds is looked at once a minute, and told of
-those that were there for long: an hour of `--fault kill --kill-every 60` leaves a coordinator whose
-memory and descriptors must stay level.
+What each process holds is looked at once a minute (levels.py): an hour of `--fault kill
+--kill-every 60` leaves a coordinator whose memory and descriptors must stay level, one of `--fault
+pause` also machines. Exits with 1 where a bit differs, or a process grows.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 import click
 from forked import END_S, Forked, import_dpipe
-from levels import Levels
+from levels import MOST_GROWTH, Levels
 from progress import Fault, Progress, report, values_of
 
 from dpipe.cli.options import MAX_WAIT_S, NumberRange
@@ -324,9 +324,11 @@ def machines_of(
     lab: labs.Lab | None = None,
     *,
     has_standby: bool = False,
+    levels: Levels | None = None,
 ) -> Iterator[Machines]:
     address = "127.0.0.1" if lab is None else lab.addresses[0]
     machines = Machines(folder, f"{address}:{free_port()}", overrides, job, environ, lab)
+    machines.levels = levels or machines.levels
     try:
         machines.coordinate()
         if has_standby:
@@ -458,8 +460,9 @@ def run_both(
     draw: random.Random,
     every_s: float,
     minutes: float,
+    levels: Levels,
 ) -> tuple[Progress, Progress, list[Fault]]:
-    """The run without faults, the one with faults, and these."""
+    """The run without faults, the one with faults, and these; `levels` are of its processes."""
     environ = with_token()
     rough = Progress(folder / "disturbed" / "metrics.jsonl")
     has_standby = TAKEOVER in kinds
@@ -472,9 +475,8 @@ def run_both(
         else:
             calm = undisturbed_in(lab, job, folders["undisturbed"], folder, num, environ)
         click.echo(f"undisturbed: {calm.best + 1} steps in {calm.seconds:.0f} s; now with faults")
-        with machines_of(
-            job, options, folder, num, environ, lab, has_standby=has_standby
-        ) as machines:
+        args = (job, options, folder, num, environ, lab)
+        with machines_of(*args, has_standby=has_standby, levels=levels) as machines:
             faults = disturb(machines, rough, draw, kinds, every_s, minutes)
     return calm, rough, faults
 
@@ -536,6 +538,14 @@ def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
     help="A new one, for the runs and the logs of all processes.",
 )
 @click.option(
+    "--most-mb-an-hour",
+    "most_mb",
+    type=_POSITIVE,
+    default=MOST_GROWTH.memory_mb,
+    show_default=True,
+    help="By which the memory of a process that is there for 18 minutes may grow.",
+)
+@click.option(
     "--guarding",
     "turns",
     type=click.IntRange(min=2),
@@ -557,6 +567,7 @@ def main(
     seed: int,
     kinds: tuple[str, ...],
     folder: Path,
+    most_mb: float,
     turns: int | None,
     num_seeds: int | None,
 ) -> None:
@@ -573,11 +584,16 @@ def main(
     num = load(job, overrides).world_size + spares
     if turns is not None:
         return measure_guarding(job, folders["undisturbed"], folder, num, turns)
+    levels = Levels(replace(MOST_GROWTH, memory_mb=most_mb))
     calm, rough, faults = run_both(
-        job, folders, folder, num, network, kinds, random.Random(seed), every_s, minutes
+        job, folders, folder, num, network, kinds, random.Random(seed), every_s, minutes, levels
     )
     report(faults, calm, rough)
-    sys.exit(not compare(folder, calm, rough))
+    is_same = compare(folder, calm, rough)
+    growing = levels.growing()
+    if growing:
+        click.echo(f"{', '.join(growing)} grew by more than {levels.most} an hour")
+    sys.exit(not is_same or bool(growing))
 
 
 if __name__ == "__main__":
