@@ -6,6 +6,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     comparison    bench          two ways in one run, and their ratio
                   baselines      other engines on our configuration
     onlookers     watch          a run as it goes, on a page, in a terminal, in a report
+                  serve          a parameter server as a process of its own
                   supervisor     machines that are processes: started, watched, replaced
     composition   agent          a machine of an elastic run, and who coordinates them
                   epoch          a rank's part of a run whose machines come and go

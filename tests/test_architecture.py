@@ -88,16 +88,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "measure": BELOW_MEETING | {"session", "plan", "probe", "tokenizer"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
     "keeper": BELOW_CONFIG | {"session", "stage", "store", "transport"},
-    "processes": {"errors", "report"},
+    "processes": {"errors", "report", "wire"},
     "run": BELOW_TRAINING | {"engine", "measure", "processes"},
     "epoch": BELOW_TRAINING | {"engine", "memory", "keeper", "processes", "run"},
     "agent": BELOW_TRAINING | {"epoch", "memory", "keeper", "processes", "run", "terms"},
+    "serve": BELOW_TRAINING | {"agent", "processes", "run"},
     "supervisor": BELOW_TRAINING | {"agent", "epoch", "processes", "run"},
     "watch": BELOW_TRAINING | {"memory", "agent"},  # it asks a coordinator as `dpipe status` does
     "baselines": BELOW_TRAINING | {"engine", "processes", "run"},
     "bench": BELOW_TRAINING | {"engine", "processes", "run", "baselines"},
     "cli": BELOW_TRAINING
-    | {"agent", "bench", "convert", "engine", "measure", "processes", "run", "supervisor", "watch"},
+    | {"agent", "bench", "convert", "engine", "measure", "processes", "run", "serve"}
+    | {"supervisor", "watch"},
     "__init__": BELOW_CONFIG | {"config", "timeline", "run"},  # for type checkers: it is lazy
     "__main__": {"cli"},
 }
@@ -113,6 +115,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "paramworker/client.py",
         "coordinator/",
         "agent/server.py",
+        "agent/methods.py",
         "agent/control_stream.py",
     ),
     "pickle": (),

@@ -1,6 +1,7 @@
 """An elastic run's processes: the coordinator's, and the agent of each machine that joins.
 
 server.py          the agents' connections around one `Rendezvous`, and each epoch's coordinator
+methods.py         what it answers over gRPC
 serving.py         where and how it listens
 job.py             what that asks of the job
 digests.py         what ranks say of the copies that others keep for them
@@ -13,11 +14,8 @@ rows.py            metrics.jsonl of a run whose rank 0 moves from machine to mac
 control_stream.py  an agent's end of its stream, which it opens again where it breaks
 process.py         a machine's agent: one epoch after another, as it is told
 joining.py         what `dpipe join` does: a keeper, an agent, and what asks it to leave
-notice.py          waiting for a machine's notice that it will be taken away
 inquiry.py         what `dpipe status` and `dpipe leave` ask
 
 To add a message: a shape in elastic/messages.py, a case in server.py and in process.py, and the
 decision, if there is one, in `Rendezvous` or `Attendance`, which need no network to be tested.
-
-To add a cloud's notice: a function in notice.py, and its name in the table there.
 """

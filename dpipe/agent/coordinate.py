@@ -19,6 +19,7 @@ from dpipe.agent.serving import Serving
 from dpipe.config.elastic import check_elastic
 from dpipe.config.load import Config, load
 from dpipe.elastic.journal import NAME, RunJournal
+from dpipe.elastic.servers import ADDRESSES
 from dpipe.epoch.assignment import AssignedRun
 from dpipe.epoch.pieces import kept_at, pieces_of
 from dpipe.errors import ConfigError, DpipeError, RunError, TermLost
@@ -131,6 +132,9 @@ def _coordinate_in(
         tenancy = _tenancy(config, place, journal)
         stack.callback(tenancy.close)
         job = PlannedJob(run_plan, place.folder, stack, in_folder=serving.is_alone)
+        kept = journal.get("servers")
+        if kept is not None:
+            job.move_servers(tuple(ADDRESSES.read(kept.encode())))
         server = ElasticServer(job, journal, serving, config.guard.copies, tenancy)
         stack.callback(server.close)
         # First of all, so that nothing waits for a URL which does not answer.
@@ -325,6 +329,7 @@ class PlannedJob:
         self.world_size = config.world_size
         self.num_steps = config.train.steps
         self.folder = folder
+        self.servers = config.data_parallel.address
         self._in_folder = in_folder
         self._plans: dict[int, RunPlan | None] = {self.world_size: run_plan}
         console = Console(file=lasting(sys.stdout))
@@ -338,6 +343,13 @@ class PlannedJob:
 
         self.rows = RunRows(folder, tensorboard=tensorboard, show=show)
         stack.callback(self.rows.close)
+
+    def move_servers(self, addresses: tuple[str, ...]) -> None:
+        whole = self._plan(self.world_size)
+        config = whole.config.with_(data_parallel__address=addresses)
+        run_plan = draft(config, probed=whole.probed, choose=without_search, predicts_memory=False)
+        self.servers = addresses
+        self._plans = {self.world_size: run_plan}
 
     def config(self, ranks: int) -> dict[str, dict[str, Any]]:
         config = self._plan(ranks).config
@@ -400,6 +412,8 @@ class PlannedJob:
         group = config.data_parallel.replicas * config.tensor_parallel.size
         stages = ranks // group * config.pipeline.stages_per_rank
         changes: dict[str, Any] = {"pipeline__stages": stages}
+        if config.data_parallel.servers == "per-stage":
+            changes["data_parallel__address"] = self.servers[:stages]
         if config.pipeline.splits:
             changes["pipeline__splits"] = ()
         if isinstance(config.pipeline.split, tuple):

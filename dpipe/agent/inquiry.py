@@ -45,6 +45,8 @@ class RunStatus(Shape):
     steps: Count
     step_s: Finite | None = None  # of the newest
     relayed: Annotated[list[Text], Field(max_length=100_000)] = Field(default_factory=list)
+    # Parameter servers by themselves, as the next epoch calls them
+    servers: Annotated[list[Text], Field(max_length=100_000)] = Field(default_factory=list)
     ranks: Count
     wanted: Count  # ranks that the job asks for
     agents: Annotated[list[AgentStatus], Field(max_length=100_000)]
@@ -127,6 +129,8 @@ def as_text(run: RunStatus) -> str:
             f"  {seat:<8} {agent.name} ({agent.host}) for {agent.for_s:.0f} s, "
             f"{_rate(run, agent)}heard {agent.silent_s:.1f} s ago{leaving}"
         )
+    if run.servers:
+        lines.append(f"  parameter servers: {', '.join(run.servers)}")
     if run.relayed:
         lines.append(f"  relayed by the coordinator's machine: {', '.join(run.relayed)}")
     for at, text in run.events:

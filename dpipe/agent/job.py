@@ -15,6 +15,10 @@ class ElasticJob(Protocol):
     world_size: int
     num_steps: int
     rows: RunRows
+    servers: tuple[str, ...]  # that are processes by themselves
+
+    def move_servers(self, addresses: tuple[str, ...]) -> None:
+        """They are there now; the configuration of later epochs says so."""
 
     def config(self, ranks: int) -> dict[str, dict[str, Any]]:
         """As an epoch of so many ranks runs it."""

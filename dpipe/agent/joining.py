@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 from dpipe.agent import inquiry
-from dpipe.agent import notice as notices
 from dpipe.agent.coordinate import parse_address
 from dpipe.agent.process import AgentProcess, machine_memory_bytes
 from dpipe.config.load import Config, load
 from dpipe.epoch.preparation import prepare
 from dpipe.errors import ConfigError
 from dpipe.keeper.keeper import Keeper
+from dpipe.processes import notice as notices
 from dpipe.processes.environment import environment, process_info
 from dpipe.run.join import address_toward, advertised_host, security_of
 from dpipe.terms.following import HolderSearch

@@ -27,27 +27,18 @@ from dpipe.agent import knocking
 from dpipe.agent.digests import Digests
 from dpipe.agent.goodput import Goodput
 from dpipe.agent.job import ElasticJob
+from dpipe.agent.methods import handler_of
 from dpipe.agent.serving import Serving, past_of
 from dpipe.agent.standing import standing_of
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.elastic import messages
 from dpipe.elastic.agents import Epoch
 from dpipe.elastic.journal import RunJournal
-from dpipe.elastic.messages import (
-    FROM_AGENT,
-    JOB_METHOD,
-    LEAVE_REQUEST,
-    METHOD,
-    PROTOCOL,
-    RELEASE_METHOD,
-    STATUS_METHOD,
-    STATUS_REQUEST,
-    Enlist,
-    ToAgent,
-)
+from dpipe.elastic.messages import FROM_AGENT, PROTOCOL, Enlist, ToAgent
 from dpipe.elastic.rendezvous import Rendezvous, Settings
+from dpipe.elastic.servers import ServerMoved, ServersKnown, moved
 from dpipe.epoch.assignment import Assignment
-from dpipe.errors import JoinError, TermLost
+from dpipe.errors import ConfigError, JoinError, TermLost
 from dpipe.terms.tenancy import Tenancy, Undisputed
 from dpipe.wire.rpc import Security, serve
 
@@ -121,7 +112,7 @@ class ElasticServer:
             time.monotonic(),
         )
         self._server, self.port = serve(
-            [_handler(self)],
+            [handler_of(self)],
             settings.bind,
             settings.port,
             settings.security,
@@ -529,6 +520,7 @@ class ElasticServer:
             return {
                 **standing,
                 "run": self._job.run.folder,
+                "servers": list(self._job.servers),
                 "steps": self._job.num_steps,
                 "wanted": self._job.world_size,
                 "goodput": self._goodput.share,
@@ -537,6 +529,24 @@ class ElasticServer:
                 "events": self._journal.events(_EVENTS_SHOWN),
                 "rows": rows,
             }
+
+    def move_server(self, message: ServerMoved) -> ServersKnown:
+        """The run's parameter server, or one of several, is at another address now."""
+        self._tenancy.check()
+        with self._lock:
+            before = self._job.servers
+            try:
+                servers = moved(before, message)
+                if servers != before:
+                    self._job.move_servers(servers)
+            except (ValueError, ConfigError) as error:
+                return ServersKnown(addresses=list(before), refusal=str(error))
+            if servers != before:
+                self._journal.put("servers", json.dumps(servers))
+                self._tenancy.publish()
+                why = f"a parameter server has moved to {message.address}"
+                self._rendezvous.renew(why, time.monotonic())
+        return ServersKnown(addresses=list(servers))
 
     def let_go(self, request: messages.LeaveRequest) -> int:
         """Have the agents of that name leave; returns how many there are."""
@@ -550,34 +560,6 @@ class ElasticServer:
             for agent_id in named:
                 self._rendezvous.leave(agent_id, request.within_s, time.monotonic())
         return len(named)
-
-
-def _handler(server: ElasticServer) -> grpc.GenericRpcHandler:
-    def status(request: bytes, context: grpc.ServicerContext) -> bytes:
-        try:
-            asked = STATUS_REQUEST.read(request or b"{}")
-        except ValueError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return json.dumps(server.status(asked.rows_from)).encode()
-
-    def offer(request: bytes, context: grpc.ServicerContext) -> bytes:
-        return server.offer().model_dump_json().encode()
-
-    def let_go(request: bytes, context: grpc.ServicerContext) -> bytes:
-        try:
-            num_agents = server.let_go(LEAVE_REQUEST.read(request))
-        except ValueError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return json.dumps(num_agents).encode()
-
-    service, _, attend = METHOD.removeprefix("/").partition("/")
-    methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        attend: grpc.stream_stream_rpc_method_handler(server.attend),
-        JOB_METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(offer),
-        STATUS_METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(status),
-        RELEASE_METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(let_go),
-    }
-    return grpc.method_handlers_generic_handler(service, methods)
 
 
 def _encode(message: ToAgent) -> bytes:

@@ -221,18 +221,39 @@ def _launch_elastic(
 @click.option(
     "--bind", metavar="HOST:PORT", help="Where to listen; default: data_parallel.address."
 )
-def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
+@click.option(
+    "--run",
+    metavar="HOST:PORT",
+    help="Coordinator of an elastic run that goes on with this server, wherever it was before.",
+)
+@click.option(
+    "--instead-of",
+    metavar="HOST:PORT",
+    help="With --run: the server in whose place this one is, where the run has several.",
+)
+def serve(
+    config: str,
+    overrides: tuple[str, ...],
+    bind: str | None,
+    run: str | None,
+    instead_of: str | None,
+) -> None:
     """Run a parameter server as a process of its own, until all workers have left it.
 
     Each step is on its disk before workers hear of it: a server that is killed and started again
-    continues where it was.
+    continues where it was. An elastic run goes on with one on another machine, too, from the copies
+    that its machines keep.
 
     \b
     Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
       dpipe serve job.toml --bind 0.0.0.0:7100
+      dpipe serve job.toml --bind 0.0.0.0:7100 --run 10.0.0.1:7000    # on any machine
     """
+    if instead_of is not None and run is None:
+        raise click.UsageError("--instead-of goes with --run")
     with imported_for_good():
         from dpipe.report.display import lasting
-        from dpipe.run.parameter_servers import serve_parameters
+        from dpipe.serve.standalone import serve_parameters
 
-    serve_parameters(config, overrides, bind, partial(click.echo, file=lasting(sys.stdout)))
+    say = partial(click.echo, file=lasting(sys.stdout))
+    serve_parameters(config, overrides, bind, say, run=run, instead_of=instead_of)

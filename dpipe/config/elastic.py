@@ -34,10 +34,10 @@ def check_elastic(config: Config) -> None:
             "an elastic run drops the step that is under way, and where steps overlap there are "
             f'two: set pipeline.schedule to another one than "{config.pipeline.schedule}"'
         )
-    if replicas.active_kind.has_server and (replicas.address or replicas.staleness):
+    if replicas.active_kind.has_server and replicas.staleness:
         raise ConfigError(
-            "an elastic run takes its parameter server along with its ranks, and repeats steps "
-            "exactly: leave data_parallel.address and data_parallel.staleness out"
+            "an elastic run repeats steps exactly, and with data_parallel.staleness a replica goes "
+            "on from whichever gradients have arrived: leave it out"
         )
 
 

@@ -6,6 +6,7 @@ seating.py     who takes which rank, who keeps whose copies, who has which piece
 rendezvous.py  what the coordinator decides: when an epoch ends, and where the next one begins
 attendance.py  what an agent decides: when it works, stops and gives up
 messages.py    what agents and the coordinator say to each other, and its schemas
+servers.py     where parameter servers are that are processes by themselves
 journal.py     what the coordinator must not forget, in SQLite
 
 An epoch is one run of `run/` with fixed ranks. What decides has no clock, no thread and no socket:

@@ -6,7 +6,7 @@ one begins.
       │ WAITING │                                                    │ RUNNING │
       └─────────┘                                                    └─────────┘
            ▲                                                      a rank is lost, fails or leaves;
-           │                                                      a guard is lost;
+           │                                                      a guard is lost; a server moves;
            │                                                      a newcomer that pays
            │ all have said what they hold, or are lost           ┌────────┐ │
            └──────────────────────────────────────────────────── │ ENDING │ ◀┘
@@ -37,6 +37,7 @@ from dpipe.elastic.seating import guardians, holders, num_seats, seated
 
 _MOST_FAILURES = 3  # of ranks, after which the run has come no further
 _MOST_PAUSE_S = 30.0  # before another epoch, where those before made no step
+_RENEW_SHARE = 0.25  # of `silence_s`, for the step under way
 _STOP_SHARE = 0.5  # of the time that a leaving agent has left, for the step under way
 
 
@@ -244,6 +245,14 @@ class Rendezvous:
         self._rests = True
         if self.phase is Phase.RUNNING:
             self._stop_after_step(now + within_s)
+
+    def renew(self, why: str, now: float) -> None:
+        """What an epoch is begun with has changed: end this one after the step under way. Where the
+        change is of what the step waits for, it does not end: not for long.
+        """
+        self._cluster.note(why)
+        if self.phase is Phase.RUNNING:
+            self._stop_after_step(now + _RENEW_SHARE * self._settings.silence_s)
 
     @property
     def is_at_rest(self) -> bool:

@@ -9,6 +9,7 @@ measured: all have heard the same of them.
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 from statistics import median
 
@@ -16,7 +17,7 @@ from dpipe.config.load import Config
 from dpipe.engine.update import Verdict
 from dpipe.memory.copies import state_bytes
 from dpipe.network.link import Network
-from dpipe.plan.forecast import Forecast
+from dpipe.plan.forecast import Forecast, server_ranks
 from dpipe.timeline.span import Lane
 
 _SHARE = 0.01  # of the time of a run, that taking copies may cost
@@ -55,6 +56,7 @@ def steps_between(config: Config, forecast: Forecast) -> int:
     if config.guard.every is not None:
         return config.guard.every
     schedule = forecast.schedule
+    fetching_us = _fetching_us(config, forecast)
     longest_steps = 1.0
     for pp_rank in range(len(schedule.programs)):
         stages = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == pp_rank]
@@ -62,6 +64,7 @@ def steps_between(config: Config, forecast: Forecast) -> int:
         part_bytes = parameter_bytes // config.tensor_parallel.size
         copied = state_bytes(part_bytes, config.train.optimizer)
         taking_us = _TAKEN_US + max(1, config.guard.copies) * copied / _TAKEN_BYTES_US
+        taking_us += fetching_us
         sending_us = config.guard.copies * _bytes_us(forecast.network, pp_rank, copied)
         busy_us = sum(span.duration_us for span in forecast.timeline.on(pp_rank, Lane.SEND))
         idle_us = max(_LEAST_IDLE * forecast.step_us, forecast.step_us - busy_us)
@@ -69,6 +72,17 @@ def steps_between(config: Config, forecast: Forecast) -> int:
             longest_steps, taking_us / (_SHARE * forecast.step_us), sending_us / idle_us
         )
     return math.ceil(longest_steps)
+
+
+def _fetching_us(config: Config, forecast: Forecast) -> float:
+    """For replica 0 to ask parameter servers on other machines for what they have: steps wait."""
+    asked: Counter[int] = Counter()
+    for stage, server in enumerate(server_ranks(config)):
+        if server != forecast.schedule.rank_of_stage[stage]:
+            parameter_bytes = forecast.cost.reduce_bytes[stage]
+            asked[server] += state_bytes(parameter_bytes, config.train.optimizer)
+    sending_us = [_bytes_us(forecast.network, server, size) for server, size in asked.items()]
+    return max(sending_us, default=0.0)
 
 
 def _bytes_us(network: Network, rank: int, num_bytes: int) -> float:

@@ -39,6 +39,7 @@ from dpipe.keeper.client import Fetching, KeeperClient
 from dpipe.keeper.copies import PieceCopy, unpack
 from dpipe.keeper.keeper import Keeper
 from dpipe.keeper.pieces import Pieces
+from dpipe.paramserver.stage_server import session_of
 from dpipe.plan.run_plan import RunPlan
 from dpipe.processes.environment import ProcessInfo
 from dpipe.report.rows import OnRow
@@ -50,6 +51,7 @@ from dpipe.run.build import (
     resources_of,
 )
 from dpipe.run.join import joined
+from dpipe.run.parameter_servers import ServedEpoch
 from dpipe.run.resume import find_start, restore
 from dpipe.store.checkpoint import Loaded
 from dpipe.store.identity import RunIdentity, check_writer, claim
@@ -191,6 +193,9 @@ class _Epoch:
                 stack,
                 stopping=nullcontext(self._control.wants_stop),
                 identity=RunIdentity(**assigned.run.model_dump(), start=assigned.start),
+                epoch=ServedEpoch(
+                    session_of(assigned.run.id, assigned.epoch), self._keeper.security
+                ),
             )
             job = assemble(run_plan, resources, stack)
             restore(self._loaded, job.stages, job.update, job.here)

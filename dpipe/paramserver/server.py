@@ -215,11 +215,11 @@ class ParameterServer:
         stage = _StageSpec(spec, rule, attendance.num_updates)
         begins = not attendance.again
         with self._changed:
+            if begins:
+                self._make_room(session, stage)
             # One that neither begins nor is known only looks whether this server can be reached.
             if begins or self._has(session):
                 self._run = session.name
-            if begins:
-                self._make_room(session, stage)
             self._check_same(session, stage)
             # Replica 0 brings the parameters; the others have nothing to push before.
             while begins and place.replica > 0 and not self._has(session):
@@ -311,9 +311,15 @@ class ParameterServer:
         """Let a new `session` have its stage: other runs lose all parts of it."""
         if session in self._known:
             return
+        for other in self._known:
+            # A rank that was stopped for long, and does not know yet that it is out.
+            if session.is_behind(other):
+                raise JoinError(f"run {session.name} has gone on without this worker: {other.name}")
         kept = {}
         for other, spec in self._known.items():
-            if other.stage != session.stage or other.name == session.name:
+            is_another_stage = other.stage != session.stage or other.name == session.name
+            # An earlier epoch may have been cut into more stages.
+            if is_another_stage and not other.is_behind(session):
                 kept[other] = spec
         kept[session] = stage
         self._known = kept

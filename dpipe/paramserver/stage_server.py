@@ -37,6 +37,11 @@ class CallerGone(Exception):  # noqa: N818 - nobody is left to be told
     pass
 
 
+def session_of(run: str, epoch: int) -> str:
+    """The name of the session of a run that comes back, epoch after epoch."""
+    return f"{run}.{epoch}"
+
+
 @dataclass(frozen=True)
 class Session:
     """A run and its stage; `part` is the tp_rank, where several ranks share the stage."""
@@ -44,6 +49,20 @@ class Session:
     name: str
     stage: int
     part: int = 0
+
+    def is_behind(self, other: "Session") -> bool:
+        """Whether both are of one run, and this one of an earlier epoch (`session_of`)."""
+        run, epoch = self._run_and_epoch
+        other_run, other_epoch = other._run_and_epoch
+        return run == other_run and epoch < other_epoch
+
+    @property
+    def _run_and_epoch(self) -> tuple[str, int]:
+        """Epoch 0: of a run that does not come back."""
+        run, _, text = self.name.partition(".")
+        is_number = text.isdecimal() and len(text) < 10
+        epoch = int(text) if is_number else 0
+        return run, epoch
 
     @property
     def slot(self) -> tuple[int, int]:

@@ -82,6 +82,24 @@ class ServerAccess:
     connect_s: float = 20.0  # for a server that is not up yet
     timeout_s: float = 300.0  # for any answer, and for a server that is away
     part: int = 0  # the tp_rank, where several ranks of a replica share a stage
+    # The run's, where a worker that ends before comes back; None: it does not
+    num_steps: int | None = None
+
+    @property
+    def remedy(self) -> str:
+        """What to do where the server stays away."""
+        if self.num_steps is None:
+            return "start it again with the same run.folder: it goes on where it was"
+        return "start it again, or one elsewhere with --run: the run goes on from its copies"
+
+    @property
+    def remedy_of_state(self) -> str:
+        """What to do where it comes back without what it had."""
+        if self.num_steps is None:
+            return (
+                "start it with the run.folder it had, or go on from the last checkpoint: --resume"
+            )
+        return "the run goes on from its copies"
 
 
 def reach(access: ServerAccess) -> None:
@@ -254,8 +272,7 @@ class StageClient:
         if what:
             raise PeerLost(
                 f"rank {self._access.rank} lost the parameter server at {address} while {what}, "
-                f"and it did not come back within {patience_s:g} s ({why}); start it again with "
-                "the same run.folder: it goes on where it was"
+                f"and it did not come back within {patience_s:g} s ({why}); {self._access.remedy}"
             ) from None
         raise JoinError(
             f"rank {self._access.rank} found no parameter server at {address} within "
@@ -271,7 +288,7 @@ class StageClient:
         if standing.empty:
             raise PeerLost(
                 f"the parameter server at {address} came back without the state of this run; "
-                "start it with the run.folder it had, or go on from the last checkpoint: --resume"
+                f"{self._access.remedy_of_state}"
             )
         LOG.info("the parameter server at %s is back, at step %d", address, standing.step)
         for step in sorted(self._kept):

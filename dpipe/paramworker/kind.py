@@ -290,6 +290,7 @@ class ParameterServerWorker(DataParallel):
         self._eager = eager
         self._stale = rule.staleness > 0
         self._is_first = all(access.replica == 0 for access in accesses.values())
+        (self._num_steps,) = {access.num_steps for access in accesses.values()}
         self._step = -1
         self._rate = 0.0
         self._loss_scale = 1.0
@@ -380,7 +381,9 @@ class ParameterServerWorker(DataParallel):
         return 0
 
     def leave(self) -> None:
-        if self._opened:
+        # A server by itself would end with an epoch, and the next one would not find it.
+        is_over = self._num_steps in (None, self._step + 1)
+        if self._opened and is_over:
             for worker in self._workers.values():
                 worker.leave()
 

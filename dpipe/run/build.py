@@ -47,7 +47,7 @@ from dpipe.report.rows import OnRow, Row
 from dpipe.report.tracking import Tracking
 from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.join import joined, listening_on, security_of
-from dpipe.run.parameter_servers import Servers, parameter_servers
+from dpipe.run.parameter_servers import ServedEpoch, Servers, parameter_servers
 from dpipe.run.results import Outcome, shared_cores, show_result, utilisation
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
@@ -262,9 +262,11 @@ def resources_of(
     *,
     stopping: AbstractContextManager[Callable[[], bool]] | None = None,
     identity: RunIdentity | None = None,
+    epoch: ServedEpoch | None = None,
 ) -> RankResources:
     """`stack` closes what is opened here. `stopping` gives what says whether this rank wishes to
     stop, by default a signal; the `identity` of the run is by default that of rank 0's folder.
+    `epoch`: where it is one of several of a run.
     """
     config = run_plan.config
     here = config.ranks_of(process.rank)
@@ -275,6 +277,7 @@ def resources_of(
             coordinator,
             listening_on(config, process),
             security_of(config, process),
+            epoch,
         )
     )
     # From here on a signal waits for the end of a step; before, there is nothing to save.

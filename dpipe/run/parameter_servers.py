@@ -9,38 +9,34 @@ With tensor parallelism each rank has its own part of a stage on the server; emb
 it hosts that part itself.
 """
 
-import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
-
-from dpipe.config.load import Config, load
+from dpipe.config.load import Config
+from dpipe.coordinator.abortable import unless_over
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import EMBEDDED
-from dpipe.dataparallel.kinds import KINDS, names_where
-from dpipe.errors import ConfigError, InputError, RunError, TransferError
-from dpipe.paramserver.journal import REMEDY
+from dpipe.errors import ConfigError, TransferError
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramworker.client import ServerAccess, reach
 from dpipe.plan.assumed_network import connections_of
-from dpipe.processes.environment import environment
-from dpipe.processes.signals import stop_on_signals
-from dpipe.run.join import address_toward
 from dpipe.schedule.schedule import Schedule
-from dpipe.store import checkpoint
-from dpipe.store.run_folder import absent, held
 from dpipe.wire.rpc import Security
 
-LOG = logging.getLogger("dpipe")
-_POLL_S = 1.0  # between looks at whether a signal has come
 _MESSAGE_BYTES = 3 << 20  # of one chunk: with its head it stays below gRPC's limit of 4 MiB
 
-Tensors = Mapping[str, torch.Tensor]
+
+@dataclass(frozen=True)
+class ServedEpoch:
+    """One of the epochs of a run whose machines come and go, as servers by themselves see it: they
+    outlive it, and know the run's token, not that of the epoch's links.
+    """
+
+    session: str  # of the run and the epoch: `paramserver.stage_server.Session`
+    security: Security
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,8 @@ class Servers:
     addresses: tuple[str, ...]
     security: Security
     part: int = 0  # this rank's tp_rank: which part of a stage it has
+    # Workers that end before so many steps are done come back; None: they do not
+    num_steps: int | None = None
 
     def access(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
         return ServerAccess(
@@ -64,6 +62,7 @@ class Servers:
             connect_s=config.timeouts.connect,
             timeout_s=config.timeouts.transfer,
             part=self.part,
+            num_steps=self.num_steps,
         )
 
 
@@ -74,7 +73,12 @@ def chunk_bytes(config: Config) -> int:
 
 @contextmanager
 def parameter_servers(
-    config: Config, schedule: Schedule, coordinator: Coordination, bind: str, security: Security
+    config: Config,
+    schedule: Schedule,
+    coordinator: Coordination,
+    bind: str,
+    security: Security,
+    epoch: ServedEpoch | None = None,
 ) -> Iterator[Servers | None]:
     """The run's parameter servers, up and reached by every rank; None where its replicas need none.
 
@@ -90,10 +94,18 @@ def parameter_servers(
     server = ParameterServer(bind=bind, security=security) if rank in hosts else None
     try:
         servers = _exchange_addresses(config, schedule, coordinator, hosts, server, security)
+        if epoch is not None and not hosts:
+            servers = replace(
+                servers,
+                session=epoch.session,
+                security=epoch.security,
+                num_steps=config.train.steps,
+            )
         # one call for each server, whatever stages it has
         stages = {address: stage for stage, address in enumerate(servers.addresses)}
         for stage in stages.values():
-            reach(servers.access(config, stage, 0, rank))
+            # A server may be away for longer than the run goes on.
+            unless_over(coordinator, partial(reach, servers.access(config, stage, 0, rank)))
         yield servers
         # Without a step nobody has come, and nobody will.
         if server is not None and server.standing:
@@ -150,120 +162,3 @@ def _beside(listening: str | None, port: int | None, rank: int) -> str:
         )
     host, _, _ = listening.rpartition(":")
     return f"{host}:{port}"
-
-
-class FolderSnapshots:
-    """`paramserver.journal.Snapshots`: checkpoints of one stage, by `store/checkpoint.py`."""
-
-    def save(
-        self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]
-    ) -> None:
-        checkpoint.save(
-            str(folder),
-            step,
-            0,
-            tensors,
-            moments,
-            state,
-            lambda part: [part],  # one process: it shares with itself
-            keep=1,
-            remedy=REMEDY,
-        )
-
-    def load(self, folder: Path) -> tuple[int, Tensors, Tensors, Mapping[str, Any]] | None:
-        if checkpoint.latest(str(folder)) is None:
-            return None
-        loaded = checkpoint.load(str(folder), lambda name: True)
-        return loaded.step, loaded.tensors, loaded.optimizer, loaded.state
-
-
-def serve_parameters(
-    path: str, overrides: tuple[str, ...], bind: str | None, say: Callable[[str], None]
-) -> None:
-    """A parameter server by itself, until every worker has left it or it is asked to stop.
-
-    Raises `RunError` once a stage cannot go on: started again, the server goes on at the last step
-    that it kept.
-    """
-    # a server runs no layers
-    config = load(path, overrides, trust_code=True)
-    if not KINDS[config.data_parallel.kind].has_server:
-        raise ConfigError(
-            f'data_parallel.kind is "{config.data_parallel.kind}", so that no worker would ever '
-            f"come; set it to {names_where(lambda kind: kind.has_server)}, here and for the workers"
-        )
-    host, port = _bind(config, bind)
-    node = config.node
-    folder = _state_folder(config, host, port)
-    token = node.token or environment().get("DPIPE_TOKEN", "")
-    security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca, node.token_file)
-    torch.set_num_threads(node.threads)  # it steps all stages: this is its compute
-    stopping = stop_on_signals("stopping; every acknowledged step is kept")
-    with _state_held(folder), stopping as wants_stop:
-        server = ParameterServer(
-            bind=host, port=port, security=security, folder=folder, snapshots=FolderSnapshots()
-        )
-        try:
-            kept = [f"; stage {stage} is at step {step}" for stage, step in server.standing.items()]
-            say(f"parameter server at {host}:{server.port}, state in {folder}{''.join(kept)}")
-            # In pieces, because a signal is only noted, and wakes nobody.
-            while not (wants_stop() or server.failure or server.wait_until_left(_POLL_S)):
-                pass
-        finally:
-            server.close()
-    if server.failure is not None:
-        raise RunError(f"{server.failure}; start it again to continue") from server.failure
-    say("stopped; start it again to continue" if wants_stop() else "all workers have left")
-
-
-def _state_folder(config: Config, host: str, port: int) -> Path:
-    """Where a server keeps its state; one of several has a folder of its own, or it would take up
-    the others' stages when it is started again, and wait for workers that never come to it.
-    """
-    folder = Path(config.run.folder) / "server"
-    if config.data_parallel.servers == "one":
-        return folder
-    return folder / f"{host}-{port}"
-
-
-@contextmanager
-def _state_held(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`: two servers would remove each other's steps. The folders made for
-    one that cannot start are removed again.
-    """
-    created = absent(folder)
-    lock = folder / "lock"  # a file of its own: those of the state are replaced by others
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.touch()
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; set another run.folder") from None
-    taken = (
-        f"another parameter server has its state in {folder}; give this one a run.folder of its own"
-    )
-    with held(lock, taken):
-        try:
-            yield
-        except InputError:
-            lock.unlink(missing_ok=True)
-            for path in created:
-                # It fails where another server has put something in it.
-                with suppress(OSError):
-                    path.rmdir()
-            raise
-
-
-def _bind(config: Config, bind: str | None) -> tuple[str, int]:
-    """Host and port to listen on: those of `bind`, else of the one address that workers call."""
-    addresses = config.data_parallel.address
-    if bind is None and len(addresses) != 1:
-        raise ConfigError(
-            "no address to listen on: give --bind HOST:PORT, or set data_parallel.address to one "
-            "HOST:PORT"
-        )
-    host, _, port = (addresses[0] if bind is None else bind).rpartition(":")
-    if bind is None:
-        host = config.node.bind or address_toward(host)
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--bind {bind!r} must be HOST:PORT, such as 0.0.0.0:7100")
-    return host, int(port)

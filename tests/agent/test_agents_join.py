@@ -43,6 +43,7 @@ def fake_job(world_size: int = 2, num_steps: int = 1_000_000) -> Any:
     )
     return SimpleNamespace(
         run=RUN,
+        servers=(),
         num_pieces=4,
         group_size=1,
         world_size=world_size,

@@ -13,7 +13,7 @@ from dpipe.config.load import Config
 from dpipe.config.run import NodeConfig
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.epoch.preparation import prepare
-from dpipe.errors import ConfigError, DataError, RunError
+from dpipe.errors import CheckpointError, ConfigError, DataError, RunError
 from dpipe.memory.copies import state_bytes
 from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import held_bytes
@@ -52,6 +52,15 @@ def test_run_that_is_over_is_refused(kept: Config) -> None:
         start(kept)
 
 
+def test_damaged_journal_is_refused_and_left_as_it_is(kept: Config) -> None:
+    path = Path(kept.run.folder) / NAME
+    damaged = path.read_bytes()[:1000]
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="the journal .* is damaged .*: put back a copy"):
+        start(kept)
+    assert path.read_bytes() == damaged
+
+
 def test_another_job_is_refused_the_folder(kept: Config) -> None:
     with pytest.raises(ConfigError, match="train.seed"):
         start(kept.with_(train__seed=7))
@@ -83,9 +92,10 @@ def test_ports_of_epochs() -> None:
             {
                 "data_parallel__kind": "parameter-server",
                 "data_parallel__replicas": 2,
-                "data_parallel__address": ("127.0.0.1:7100",),
+                "data_parallel__staleness": 1,
+                "train__clip_norm": 0.0,
             },
-            "takes its parameter server along",
+            "leave it out",
         ),
         ({"pipeline__split": "measured", "pipeline__stages": 2}, "before anything is measured"),
         ({"pipeline__wire": "int8+feedback", "pipeline__stages": 2}, "does not send the same"),
@@ -116,6 +126,29 @@ def test_machine_that_joins_sets_its_own_keys_alone() -> None:
     assert own_settings(("node.threads=2",)).node.threads == 2
     with pytest.raises(ConfigError, match="is the coordinator's to say"):
         own_settings(("train.steps=3",))
+
+
+SERVED = {"data_parallel__kind": "parameter-server", "data_parallel__replicas": 2}
+
+
+def test_server_that_has_moved_is_in_the_job_of_later_epochs(tiny: Callable[..., Config]) -> None:
+    """Also where the job is cut anew: of several servers those of the stages that are left."""
+    before = ("10.0.0.5:7100", "10.0.0.6:7100")
+    config = tiny(
+        pipeline__stages=2,
+        data_parallel__servers="per-stage",
+        data_parallel__address=before,
+        **SERVED,
+    )
+    with opened(config, resume=False, rank=0) as folder, ExitStack() as stack:
+        run_plan = draft(config, choose=without_search, predicts_memory=False)
+        job = PlannedJob(run_plan, folder, stack)
+        assert job.config(2)["data_parallel"]["address"] == ["10.0.0.5:7100"]
+        job.move_servers(("10.0.0.9:7100", "10.0.0.6:7100"))
+        assert job.config(4)["data_parallel"]["address"] == ["10.0.0.9:7100", "10.0.0.6:7100"]
+        assert job.config(2)["data_parallel"]["address"] == ["10.0.0.9:7100"]
+        costs = job.layer_costs(4)
+        prepare(job.config(4), costs, NodeConfig(), trust_code=False)
 
 
 def test_job_is_planned_anew_for_those_who_are_left(kept: Config) -> None:

@@ -222,6 +222,23 @@ def test_coordinator_that_rests_begins_no_epoch() -> None:
     assert len(cluster.epochs) == 1
 
 
+def test_what_an_epoch_begins_with_may_change() -> None:
+    """The step under way is ended, but not for long: it may wait for what is gone."""
+    cluster = Noting()
+    rendezvous = made(cluster, silence_s=40.0)
+    for name in ("a", "b"):
+        enlist(rendezvous, name)
+    rendezvous.renew("a parameter server has moved", 1.0)
+    assert cluster.told == [("stop", "a", 1, True), ("stop", "b", 1, True)]
+    rendezvous.tick(10.9)
+    assert rendezvous.phase is Phase.RUNNING
+    rendezvous.tick(11.1)
+    assert rendezvous.phase is Phase.ENDING
+    assert cluster.told[2:] == [("stop", "a", 1, False), ("stop", "b", 1, False)]
+    rendezvous.renew("a parameter server has moved", 11.2)
+    assert len(cluster.told) == 4, "the next epoch begins with it anyhow"
+
+
 def test_processes_that_are_scattered_over_machines_are_named() -> None:
     """There are as many as ranks, and ranks that hold their layers together must be on one."""
     cluster = Noting()

@@ -40,6 +40,31 @@ def test_copies_cost_little_and_have_time(changes: dict[str, Any], steps: int, t
     assert steps_between(config.with_(guard__every=7), made) == 7
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"data_parallel__address": ("127.0.0.1:7100",)}, 72_034),  # 9 MB of two stages: 72 s
+        ({}, 24_034),  # 3 MB of the second stage, from rank 0
+        ({"data_parallel__servers": "per-stage"}, 480),  # beside its rank
+    ],
+)
+def test_copies_that_are_fetched_from_a_server_hold_steps_up(
+    changes: dict[str, Any], steps: int, tiny: Make
+) -> None:
+    """At 1 Mbit/s, of 1 % of steps of 0.1 s."""
+    served = {"data_parallel__kind": "parameter-server", "data_parallel__replicas": 2}
+    config = tiny(pipeline__stages=2, **served, **changes)
+    forecast = draft(config).forecast
+    made = replace(
+        forecast,
+        cost=replace(forecast.cost, reduce_bytes=(2_000_000, 1_000_000)),
+        timeline=replace(forecast.timeline, spans=()),
+        step_us=1e5,
+        network=Network(default=Link(10, 0.001)),
+    )
+    assert steps_between(config, made) == steps
+
+
 def verdict(step: int, *step_s: float) -> Verdict:
     reports = tuple(RankReport(step_s=seconds) for seconds in step_s)
     return Verdict(step, loss=1.0, norm=None, stop=False, culprit=None, reports=reports)

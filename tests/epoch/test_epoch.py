@@ -18,24 +18,34 @@ from epoch.cluster import RUN, Cluster, Epoch
 
 from dpipe.config.load import Config
 from dpipe.dataparallel.optimizer import Optimizer
+from dpipe.dataparallel.torch_group import TorchGroup
 from dpipe.engine.update import Update
 from dpipe.epoch.assignment import ASSIGNMENT
+from dpipe.paramserver.server import ParameterServer
 from dpipe.report.metrics import read_rows
+from dpipe.serve.standalone import FolderSnapshots
 from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.storage import Storage
 from dpipe.transport.sessions import SessionMesh
+from dpipe.wire.rpc import Security
 
 FIRST_EPOCHS = 3
 NUM_LAYERS = 4  # with the embedding and the head
+TORCH = {
+    "data_parallel__kind": "all-reduce",
+    "data_parallel__replicas": 2,
+    "data_parallel__group": "torch",
+}
 # What a rank has of its layers
 HELD: list[dict[str, Any]] = [
     {},
     {"tensor_parallel__size": 2},
     {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True},
     {"data_parallel__kind": "all-reduce", "data_parallel__replicas": 2},
+    TORCH,
     {
         "data_parallel__kind": "local-sgd",
         "data_parallel__replicas": 2,
@@ -84,7 +94,8 @@ def undisturbed(losses: Losses, tiny: Make, tmp_path: Path) -> Callable[[Config]
     """The losses of the same job in one piece, by step; then parameters are compared."""
 
     def run(config: Config) -> dict[int, float]:
-        whole = config.with_(run__folder=str(tmp_path / "whole"), run__checkpoint_url=None)
+        own = {"run__checkpoint_url": None, "data_parallel__address": ()}
+        whole = config.with_(run__folder=str(tmp_path / "whole"), **own)
         losses(whole)
         rows = read_rows(Path(whole.run.folder))
         ours = checkpoint.load(checkpoint_url(whole), lambda name: True)
@@ -205,7 +216,7 @@ def test_rank_whose_machine_is_gone_is_taken_from_its_guard(
     one.on_step = lambda agent, step: None
     one.keepers[1].close()
     held = one.newest_held()
-    has_equal = keys.get("data_parallel__kind") == "all-reduce" and len(keys) == 2
+    has_equal = keys.get("data_parallel__kind") == "all-reduce" and "delay" not in str(keys)
     assert held in ((7,) if has_equal else (2, 4, 6)), (
         "the last step of a replica, or a guarded one"
     )
@@ -215,6 +226,100 @@ def test_rank_whose_machine_is_gone_is_taken_from_its_guard(
     # A row comes a step late: that of the last one may have ended with the epoch.
     assert whole.keys() - one.losses.keys() <= {6}
     assert one.losses.items() <= whole.items()
+
+
+@pytest.fixture
+def standalone(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
+    """`standalone(port, folder)`: a server by itself, with the token of the run."""
+    servers: list[ParameterServer] = []
+
+    def start(port: int = 0, folder: str = "server") -> ParameterServer:
+        kept = {"folder": tmp_path / folder, "snapshots": FolderSnapshots()}
+        servers.append(ParameterServer(port=port, security=Security("run"), **kept))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def served_by(server: ParameterServer) -> dict[str, Any]:
+    return {
+        "pipeline__stages": 1,
+        "data_parallel__kind": "parameter-server",
+        "data_parallel__replicas": 2,
+        "data_parallel__address": (f"127.0.0.1:{server.port}",),
+    }
+
+
+def test_epoch_waits_for_a_server_that_is_started_again(
+    cluster: Callable[..., Cluster], undisturbed: Any, standalone: Callable[..., ParameterServer]
+) -> None:
+    first = standalone()
+    one = cluster(num_agents=2, **served_by(first))
+
+    def start_again(agent: int, step: int) -> None:
+        if (agent, step) == (0, 3):
+            first.close()
+            standalone(first.port)
+
+    one.on_step = start_again
+    assert {end.outcome for end in one.begin([0, 1]).join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+
+
+def test_epoch_goes_on_with_a_server_elsewhere_and_without_a_machine(
+    cluster: Callable[..., Cluster], undisturbed: Any, standalone: Callable[..., ParameterServer]
+) -> None:
+    """The new one has nothing of the run: replica 0 brings what copies were kept of."""
+    first = standalone()
+    one = cluster(num_agents=3, **served_by(first))
+    epoch = one.begin([0, 1])
+
+    def lose(agent: int, step: int) -> None:
+        if step == 7:
+            first.close()
+            epoch.abort()
+
+    one.on_step = lose
+    assert {end.outcome for end in epoch.join()} == {"aborted"}
+    one.on_step = lambda agent, step: None
+    one.keepers[0].close()
+    assert one.newest_held() in (2, 4, 6)
+    config = one.config.with_(**served_by(standalone(folder="elsewhere")))
+    assert {end.outcome for end in one.begin([2, 1], config=config).join()} == {"finished"}
+    assert one.losses == undisturbed(one.config)
+
+
+def test_server_outlives_an_epoch_that_ends_before_the_run(
+    cluster: Callable[..., Cluster], standalone: Callable[..., ParameterServer]
+) -> None:
+    """What it has is kept by its workers; and it ends with the run."""
+    server = standalone()
+    one = cluster(num_agents=2, **served_by(server))
+    epoch = one.begin([0, 1])
+    one.on_step = lambda agent, step: epoch.controls[0].stop() if step == 3 else None
+    ends = epoch.join()
+    assert {end.outcome for end in ends} == {"left"}
+    assert one.newest_held() == ends[0].last_committed
+    assert not server.wait_until_left(0.1)
+    one.on_step = lambda agent, step: None
+    assert {end.outcome for end in one.begin([0, 1]).join()} == {"finished"}
+    assert server.wait_until_left(10)
+
+
+def test_rank_that_waits_for_its_server_can_be_aborted(
+    cluster: Callable[..., Cluster], standalone: Callable[..., ParameterServer]
+) -> None:
+    server = standalone()
+    one = cluster(num_agents=2, timeouts__connect=20, **served_by(server))
+    server.close()
+    epoch = one.begin([0, 1])
+    time.sleep(1.0)
+    began_at = time.monotonic()
+    epoch.abort("it is gone")
+    assert {end.outcome for end in epoch.join()} == {"aborted"}
+    assert time.monotonic() - began_at < 10, "not after timeouts.connect"
 
 
 def test_second_loss_goes_back_no_further_than_the_first(cluster: Callable[..., Cluster]) -> None:
@@ -254,7 +359,10 @@ def test_all_leave_after_the_same_step_and_others_go_on(
     assert one.losses == undisturbed(one.config)
 
 
-@pytest.mark.parametrize("keys", [{}, {"pipeline__stages": 1, "tensor_parallel__size": 2}])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"pipeline__stages": 1, "tensor_parallel__size": 2}, {"pipeline__stages": 1, **TORCH}],
+)
 def test_epochs_leave_nothing_behind(keys: dict[str, Any], cluster: Callable[..., Cluster]) -> None:
     """One more of anything an epoch would show: all later ones have at most what the first had."""
     one = cluster(train__steps=1000, **keys)
@@ -310,10 +418,11 @@ def _left_behind(most: list[int] | None) -> tuple[int, int]:
             {
                 "data_parallel__kind": "parameter-server",
                 "data_parallel__replicas": 2,
-                "data_parallel__address": ("127.0.0.1:7100",),
+                "data_parallel__staleness": 1,
+                "train__clip_norm": 0.0,
                 "pipeline__stages": 1,
             },
-            "takes its parameter server along",
+            "goes on from whichever gradients have arrived",
         ),
         ({"pipeline__plan": "auto"}, "the cut that its job says"),
         ({"pipeline__split": "measured"}, "cut before anything is measured"),
@@ -381,21 +490,41 @@ def test_rank_that_looks_for_its_coordinator_can_be_aborted(
     assert (end.outcome, end.reason) == ("aborted", "it is gone")
 
 
-def test_rank_that_waits_for_its_tensor_parallel_group_can_be_aborted(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+GROUPS = [
+    (
+        "dpipe.run.tensor_groups.TensorGroup",
+        TensorGroup,
+        {"pipeline__stages": 1, "tensor_parallel__size": 2},
+    ),
+    (
+        "dpipe.run.agreement.TorchGroup",
+        TorchGroup,
+        {"pipeline__stages": 1, **TORCH},
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "kind", "keys"), GROUPS)
+def test_rank_that_waits_for_its_group_can_be_aborted(
+    place: str,
+    kind: Any,
+    keys: dict[str, Any],
+    cluster: Callable[..., Cluster],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of which the other rank is gone: torch would wait for it until its timeout."""
     opening = threading.Event()
     over = threading.Event()
+    is_second = iter([False, True])
 
-    def opened(store: Any, ranks: range, rank: int, **options: Any) -> TensorGroup:
-        opening.set()
-        if rank == 1:
+    def opened(*args: Any, **options: Any) -> Any:
+        if next(is_second):
+            opening.set()
             over.wait(20)
-        return TensorGroup(store, ranks, rank, **options)
+        return kind(*args, **options)
 
-    monkeypatch.setattr("dpipe.run.tensor_groups.TensorGroup", opened)
-    one = cluster(pipeline__stages=1, tensor_parallel__size=2, timeouts__transfer=20)
+    monkeypatch.setattr(place, opened)
+    one = cluster(timeouts__transfer=20, **keys)
     epoch = one.begin([0, 1])
     assert opening.wait(20)
     began_at = time.monotonic()

@@ -22,9 +22,10 @@ from dpipe.errors import (
 from dpipe.paramserver import server
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramserver.stage_server import session_of
 from dpipe.paramserver.stage_state import StepDecision
 from dpipe.paramworker.client import ServerAccess, StageClient, reach
-from dpipe.run.parameter_servers import FolderSnapshots
+from dpipe.serve.standalone import FolderSnapshots
 from dpipe.wire.v1 import parameters_pb2 as pb
 
 SPEC = FlatSpec(
@@ -395,6 +396,28 @@ def test_server_killed_during_the_end_does_not_wait_for_workers_that_have_left(
     third.close()
     for client in clients:
         client.close()
+
+
+def test_worker_of_an_earlier_epoch_takes_nothing_over(serving: ParameterServer) -> None:
+    """A machine that was stopped for long goes on with what it was about to do."""
+    alone = replace(RULE, ranks=(0,))
+
+    def client(epoch: int, stage: int) -> StageClient:
+        access = ServerAccess(f"127.0.0.1:{serving.port}", session_of("run", epoch), 0, 0)
+        return StageClient(access, stage, SPEC, alone)
+
+    clients = [client(9, 0), client(9, 1), client(10, 0), client(9, 0), client(9, 1)]
+    for one in clients[:3]:
+        one.open(0, 0, vectors)
+    assert serving.standing == {0: 0}, "the epoch before had a stage more"
+    for one in clients[3:]:
+        with pytest.raises(JoinError, match=r"has gone on without this worker: run\.10"):
+            one.open(0, 0, vectors)
+    clients[2].push(0, outbox(0))
+    pull(clients[2], 0)
+    assert serving.standing == {0: 1}
+    for one in clients:
+        one.close()
 
 
 def test_empty_vector_is_also_stored(tmp_path: Path) -> None:

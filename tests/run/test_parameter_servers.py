@@ -27,7 +27,8 @@ from dpipe.paramworker.kind import _StageWorker
 from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_steps
-from dpipe.run.parameter_servers import FolderSnapshots, _beside, _state_folder, serve_parameters
+from dpipe.run.parameter_servers import _beside
+from dpipe.serve.standalone import FolderSnapshots, _state_folder, serve_parameters
 from dpipe.store import checkpoint
 from dpipe.timeline.span import Lane
 from dpipe.wire.rpc import Security

@@ -28,7 +28,6 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dpipe.agent.inquiry import STATUS
-from dpipe.agent.notice import aws_notice, azure_notice
 from dpipe.config.load import build, load
 from dpipe.coordinator import frame, limits, membership, shared
 from dpipe.data import rows
@@ -39,6 +38,7 @@ from dpipe.elastic.agents import Epoch
 from dpipe.elastic.journal import NAME as JOURNAL
 from dpipe.elastic.journal import RunJournal
 from dpipe.elastic.messages import FROM_AGENT, JOB_OFFER, LEAVE_REQUEST, STATUS_REQUEST, TO_AGENT
+from dpipe.elastic.servers import SERVER_MOVED, SERVERS_KNOWN
 from dpipe.engine.ballot import BALLOT, SCORES
 from dpipe.errors import (
     CheckpointError,
@@ -59,6 +59,7 @@ from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.planner.plan_file import load_plan, plan_of_rank_0
 from dpipe.probe.launcher_costs import from_text as layer_costs
+from dpipe.processes.notice import aws_notice, azure_notice
 from dpipe.report.metrics import keep_rows_before, read_rows
 from dpipe.report.trace import (
     StepSpans,
@@ -68,12 +69,12 @@ from dpipe.report.trace import (
     load_steps,
     save_inputs,
 )
-from dpipe.run.parameter_servers import FolderSnapshots
 from dpipe.schedule.action import parse_action
 from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.serve.standalone import FolderSnapshots
 from dpipe.session import greeting, grpc_stream
 from dpipe.session.frames import ByteFrames
 from dpipe.session.session import LinkSession
@@ -918,6 +919,7 @@ _STATUS = {
     "epoch": 1,
     "step": 2,
     "steps": 3,
+    "servers": ["10.0.0.5:7100"],
     "ranks": 4,
     "wanted": 4,
     "agents": [],
@@ -976,6 +978,18 @@ ELASTIC = [
         LEAVE_REQUEST.read,
         (ValueError,),
         as_bytes({"name": "m", "within_s": 1.0}),
+    ),
+    Decoder(
+        "a parameter server that has moved",
+        SERVER_MOVED.read,
+        (ValueError,),
+        as_bytes({"address": "10.0.0.9:7100", "instead_of": None}, {"address": "[::1]:7100"}),
+    ),
+    Decoder(
+        "where an elastic run's parameter servers are",
+        SERVERS_KNOWN.read,
+        (ValueError,),
+        as_bytes({"addresses": ["10.0.0.9:7100"], "refusal": ""}, {"addresses": []}),
     ),
     Decoder("journal of an elastic run", _journal, (CheckpointError,), _journal_of_a_run, share=4),
     Decoder(

@@ -17,6 +17,7 @@ from dpipe.agent.server import ElasticServer
 from dpipe.agent.serving import Serving
 from dpipe.elastic.journal import NAME, RunJournal
 from dpipe.elastic.messages import METHOD, PROTOCOL, RELEASE_METHOD, STATUS_METHOD
+from dpipe.elastic.servers import SERVER_METHOD
 from dpipe.epoch.assignment import AssignedRun
 from dpipe.report.metrics import read_rows
 from dpipe.wire.rpc import Security, token_metadata
@@ -35,9 +36,13 @@ class Job:
     group_size = 1
     world_size = 2
     num_steps = STEPS
+    servers = ("10.0.0.5:7100",)
 
     def __init__(self, folder: Path) -> None:
         self.rows = RunRows(folder, tensorboard=False, show=lambda row: None)
+
+    def move_servers(self, addresses: tuple[str, ...]) -> None:
+        self.servers = addresses
 
     def config(self, ranks: int) -> dict[str, dict[str, Any]]:
         return {}
@@ -234,7 +239,7 @@ def test_machine_without_the_token_learns_and_changes_nothing(
 ) -> None:
     stranger = Machine(server, Security("guess"))
     stranger.say(enlist("00000000000000cc"))
-    for method in (STATUS_METHOD, RELEASE_METHOD):
+    for method in (STATUS_METHOD, RELEASE_METHOD, SERVER_METHOD):
         with pytest.raises(grpc.RpcError) as refused:
             stranger.ask(method, json.dumps({"name": "aa", "within_s": 1.0}).encode())
         assert isinstance(refused.value, grpc.Call)
@@ -254,14 +259,17 @@ def test_leave_is_of_who_says_it(pair: tuple[Machine, Machine], server: ElasticS
     still_answers(honest)
 
 
+@pytest.mark.parametrize("method", [RELEASE_METHOD, SERVER_METHOD])
 @pytest.mark.parametrize("request_", [b"", b"[]", b'{"name": 1}', b"[" * 100_000])
 def test_nonsense_in_the_place_of_a_name_lets_nobody_go(
-    pair: tuple[Machine, Machine], server: ElasticServer, request_: bytes
+    pair: tuple[Machine, Machine], server: ElasticServer, request_: bytes, method: str
 ) -> None:
+    """Nor does it move a parameter server."""
     with pytest.raises(grpc.RpcError) as refused:
-        pair[1].ask(RELEASE_METHOD, request_)
+        pair[1].ask(method, request_)
     assert isinstance(refused.value, grpc.Call)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert pair[1].ask(STATUS_METHOD, b"")["servers"] == ["10.0.0.5:7100"]
     assert not any(agent.leave_by for agent in server._rendezvous.agents.values())
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dpipe.agent import notice
 from dpipe.errors import ConfigError
+from dpipe.processes import notice
 
 
 class Metadata(ThreadingHTTPServer):
