@@ -6,7 +6,7 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.engine.trainer import Job, Trainer
-from dpipe.epoch.pieces import num_keeping, part_at, pieces_of
+from dpipe.epoch.pieces import num_keeping, pieces_of
 from dpipe.keeper.copies import PieceCopy, pack
 from dpipe.store.tensor_shards import first_buffers
 
@@ -19,7 +19,7 @@ class EpochState:
     def __init__(self, job: Job, trainer: Trainer, config: Config) -> None:
         self._job = job
         self._pieces = pieces_of(config)
-        self._part = part_at(config, job.here.rank)
+        self._part = self._pieces.part_of(job.here)
         self._is_alone = num_keeping(config) == 1
         self._looks_ahead = config.data_parallel.replicas > 1 and config.data_parallel.delay
         self._trainer = trainer

@@ -3,18 +3,18 @@ that the simulation finds what it is there to find: a policy that is wrong in on
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
-from simulated.cluster import SimulatedCluster
-from simulated.faults import simulate
+from simulated.cluster import PARTS, SERVED, SimulatedCluster
+from simulated.faults import CUTS, Cut, simulate
 from simulated.machine import Machine
 from simulated.truth import BrokenPromise
 
 from dpipe.elastic.agents import Agent
 from dpipe.elastic.attendance import Attendance
-from dpipe.elastic.lineage import Lineage
+from dpipe.elastic.lineage import Held, Lineage, newest_whole
 from dpipe.elastic.rendezvous import Rendezvous
 
 CHUNKS = 4
@@ -41,6 +41,18 @@ def test_seeds_reach_what_can_happen() -> None:
     assert sum(run.truth.num_repeated == 0 and len(run.truth.epochs) > 1 for run in runs) > 20
     for what in ("no sign of life", "its process ended", "leaves within", "coordinator is killed"):
         assert sum(what in story for story in stories) > 10, what
+
+
+def test_seeds_reach_what_can_happen_to_a_parameter_server() -> None:
+    seeds = [seed for seed in range(2000) if CUTS[seed % len(CUTS)].keeps == SERVED]
+    stories = ["\n".join(simulate(seed).notes) for seed in seeds]
+    for what in (
+        "server is killed",
+        "server has moved",
+        "came back without its state",
+        "did not come back",
+    ):
+        assert sum(what in story for story in stories) > 3, what
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -154,8 +166,44 @@ def reach(cluster: SimulatedCluster, is_there: Callable[[], bool]) -> None:
     assert is_there(), "\n".join(cluster.notes)
 
 
-def simulate_all(rendezvous: type[Rendezvous]) -> None:
-    for seed in range(1000):
+@pytest.mark.parametrize("seed", range(20))
+def test_run_goes_on_with_a_parameter_server_elsewhere(seed: int) -> None:
+    """Whoever waits for the old one is told of the new one, which has nothing of the run."""
+    cluster = SimulatedCluster(seed, num_steps=40, world_size=2, replicas=2, keeps=SERVED)
+    served = cluster.served
+    assert served is not None
+    for _ in range(2):
+        cluster.start_machine()
+    cluster.clock.run(60.0, lambda: cluster.journal.newest_step >= 7)
+    served.kill()
+    cluster.clock.after(1.0, served.move)
+    cluster.clock.run(200.0, lambda: cluster.journal.is_over)
+    story = "\n".join(cluster.notes)
+    assert cluster.journal.is_over, story
+    assert len(cluster.truth.epochs) == 2, story
+    assert cluster.truth.num_repeated <= 2 * cluster.guard_every, story
+    cluster.truth.finished(cluster.num_steps)
+
+
+def takes_one_replica_for_all(copies: Iterable[Held], num_pieces: int) -> int | None:
+    own = [
+        {step: {piece // 2 for piece in held if piece % 2 == 0} for step, held in each.items()}
+        for each in copies
+    ]
+    return newest_whole(own, num_pieces // 2)
+
+
+def test_simulation_finds_a_policy_that_takes_one_replica_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    number = CUTS.index(Cut(stages=2, replicas=2, keeps=PARTS))
+    monkeypatch.setattr("dpipe.elastic.rendezvous.newest_whole", takes_one_replica_for_all)
+    with pytest.raises(BrokenPromise):
+        simulate_all(Rendezvous, range(number, 1000, len(CUTS)))
+
+
+def simulate_all(rendezvous: type[Rendezvous], seeds: Iterable[int] = range(1000)) -> None:
+    for seed in seeds:
         simulate(seed, rendezvous)
 
 

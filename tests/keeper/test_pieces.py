@@ -6,6 +6,7 @@ import torch
 from dpipe.errors import CheckpointError
 from dpipe.keeper.copies import PieceCopy, check, pack, unpack
 from dpipe.keeper.pieces import WHOLE_LAYERS, Pieces
+from dpipe.ranks import ParallelRanks
 
 HALVES = Pieces(2)
 
@@ -15,6 +16,27 @@ def test_piece_is_named_by_its_layer() -> None:
     assert [HALVES.layer_of(piece) for piece in (3, 5)] == [1, 2]
     assert HALVES.name(5) == "part 1 of layer 2"
     assert WHOLE_LAYERS.name(5) == "layer 5"
+
+
+def test_replicas_that_differ_keep_their_parts_and_need_all() -> None:
+    """Two stages of two replicas of tensor-parallel groups of two."""
+    pieces = Pieces(4)
+    kept = []
+    for rank in range(8):
+        here = ParallelRanks(rank, pp_size=2, dp_size=2, tp_size=2)
+        layers = [[0, 1], [2]][here.pp_rank]
+        kept += pieces.kept_by(here, layers)
+        needed = pieces.needed_by(here, layers)
+        assert {piece % 4 % 2 for piece in needed} == {here.tp_rank}
+        assert {pieces.layer_of(piece) for piece in needed} == set(layers)
+        assert len(needed) == 2 * len(layers)
+    assert sorted(kept) == list(range(12)), "each is kept once"
+
+
+def test_replicas_that_are_alike_keep_the_same() -> None:
+    here = [ParallelRanks(rank, pp_size=1, dp_size=2) for rank in range(2)]
+    assert [WHOLE_LAYERS.kept_by(each, [3]) for each in here] == [[3], [3]]
+    assert [WHOLE_LAYERS.needed_by(each, [3]) for each in here] == [[3], [3]]
 
 
 def halves(moments: list[str]) -> list[PieceCopy]:

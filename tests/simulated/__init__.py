@@ -4,8 +4,10 @@
                                │
                                └──▶ truth.py: was there ever more than one truth, or less?
 
-heads.py is the same for coordinators that take over from each other.
+served.py is a parameter server by itself. heads.py is the same for coordinators that take over from
+each other.
 
-What decides is dpipe's own: `elastic.rendezvous`, `elastic.attendance`, `terms.policy`. The rest
-stands in for processes, sockets and training. A seed gives the same run each time.
+What decides is dpipe's own: `elastic.rendezvous`, `elastic.attendance`, `keeper.pieces`,
+`terms.policy`. The rest stands in for processes, sockets and training. A seed gives the same run
+each time.
 """

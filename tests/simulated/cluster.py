@@ -6,13 +6,19 @@ from typing import Any
 
 from dpipe.elastic.agents import Epoch, EpochOutcome
 from dpipe.elastic.rendezvous import Rendezvous
+from dpipe.keeper.pieces import Pieces
 from simulated.clock import Clock
 from simulated.head import EpochServer, Head, Journal
 from simulated.machine import Machine, Work
+from simulated.served import SimulatedServer
 from simulated.truth import INITIAL, BrokenPromise, Truth
 
 _NOTICE_S = 0.5  # until the other end of a connection sees that a process has ended
 _REDIAL_S = 0.5
+# What replicas keep of a layer
+WHOLE = "whole"  # the same as the others
+PARTS = "parts"  # each its own part: a sharded optimizer, local SGD
+SERVED = "served"  # each its own part, and the optimizer is on a server by itself
 
 
 class SimulatedCluster:
@@ -22,6 +28,8 @@ class SimulatedCluster:
         *,
         world_size: int = 4,
         group_size: int = 1,
+        replicas: int = 1,
+        keeps: str = WHOLE,
         num_steps: int = 8,
         fewest: int = 1,
         silence_s: float = 4.0,
@@ -32,7 +40,12 @@ class SimulatedCluster:
         self.clock = Clock()
         self.world_size = world_size
         self.group_size = group_size  # ranks that hold their layers together, on one machine
-        self.num_pieces = 2 * world_size
+        self.replicas = replicas
+        self.keeps = keeps
+        # By stage two layers, so that another cut can share them out otherwise.
+        self.num_layers = 2 * world_size // (group_size * replicas)
+        self.pieces = Pieces(group_size * (1 if keeps == WHOLE else replicas))
+        self.num_pieces = self.num_layers * self.pieces.num_parts
         self.num_steps = num_steps
         self.fewest = fewest
         self.guard_every = 3
@@ -52,6 +65,7 @@ class SimulatedCluster:
         self.cuts: set[str] = set()  # machines from which nothing reaches the coordinator
         self.deaf: set[str] = set()  # machines that nothing reaches from the coordinator
         self._parts: dict[tuple[int, int], dict[int, int]] = {}
+        self.served = SimulatedServer(self) if keeps == SERVED else None
         self.start_head()
 
     def note(self, text: str) -> None:

@@ -1,9 +1,11 @@
 """What befalls a simulated cluster, by seed, and the run from its first machine to its end."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from dpipe.elastic.rendezvous import Rendezvous
-from simulated.cluster import SimulatedCluster
+from simulated.cluster import PARTS, SERVED, WHOLE, SimulatedCluster
 from simulated.machine import Machine
 from simulated.truth import BrokenPromise
 
@@ -26,12 +28,44 @@ def _new(seed: int, rendezvous: Callable[..., Rendezvous]) -> SimulatedCluster:
     return SimulatedCluster(seed, rendezvous=rendezvous, **sizes_of(seed))
 
 
-def sizes_of(seed: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class Cut:
+    """How a job is cut into ranks, and what replicas keep."""
+
+    stages: int
+    replicas: int = 1
+    group_size: int = 1
+    keeps: str = WHOLE
+
+
+CUTS = (
+    Cut(stages=4),
+    Cut(stages=2, group_size=2),
+    Cut(stages=3),
+    Cut(stages=2, replicas=2, keeps=PARTS),
+    Cut(stages=2),
+    Cut(stages=1, replicas=2, keeps=SERVED),
+    Cut(stages=2, replicas=2),
+    Cut(stages=1),
+    Cut(stages=1, replicas=3, keeps=PARTS),
+    Cut(stages=1, group_size=2),
+    Cut(stages=1, replicas=2, group_size=2, keeps=PARTS),
+    Cut(stages=2, replicas=2, keeps=SERVED),
+)
+
+
+def sizes_of(seed: int) -> dict[str, Any]:
     # Not of the cluster's own random numbers: a change there does not change its size.
-    world_size = (4, 4, 3, 2, 1)[seed % 5]
-    group_size = 2 if seed % 5 in (1, 3) and seed % 4 > 1 else 1
-    fewest = 1 if seed % 2 else world_size
-    return {"world_size": world_size, "group_size": group_size, "fewest": fewest}
+    cut = CUTS[seed % len(CUTS)]
+    world_size = cut.stages * cut.replicas * cut.group_size
+    may_shrink = seed // len(CUTS) % 2
+    return {
+        "world_size": world_size,
+        "group_size": cut.group_size,
+        "replicas": cut.replicas,
+        "keeps": cut.keeps,
+        "fewest": 1 if may_shrink else world_size,
+    }
 
 
 def _run(cluster: SimulatedCluster) -> None:
@@ -71,6 +105,8 @@ def _heal(cluster: SimulatedCluster) -> None:
     cluster.cuts.clear()
     cluster.deaf.clear()
     cluster.start_head()
+    if cluster.served is not None and not cluster.served.is_up:
+        cluster.served.move()
     staying = [
         machine
         for machine in cluster.machines.values()
@@ -189,5 +225,40 @@ FAULTS = (
 )
 
 
+def _restart_server(cluster: SimulatedCluster) -> None:
+    """Killed, and started again where it was, with its folder or without."""
+    served = cluster.served
+    assert served is not None
+    if served.is_up:
+        served.kill()
+        away_s = cluster.random.choice((0.5, 2.0, 12.0))
+        cluster.clock.after(away_s, _start_server, cluster, cluster.random.random() < 0.5)
+
+
+def _start_server(cluster: SimulatedCluster, has_folder: bool) -> None:
+    served = cluster.served
+    assert served is not None
+    if not served.is_up:
+        served.start(has_folder=has_folder)
+
+
+def _move_server(cluster: SimulatedCluster) -> None:
+    """Started elsewhere, while it is there or after it was killed."""
+    served = cluster.served
+    assert served is not None
+    if served.is_up and cluster.random.random() < 0.5:
+        served.kill()
+    cluster.clock.after(cluster.random.choice((0.0, 1.0, 5.0)), served.move)
+
+
+# Often: most runs have no server.
+SERVER_FAULTS = (_restart_server, _restart_server, _restart_server, _move_server, _move_server)
+
+
 def faults_of(cluster: SimulatedCluster) -> tuple[Callable[..., None], ...]:
-    return (*FAULTS, _kill_all_beside) if cluster.group_size > 1 else FAULTS
+    faults = FAULTS
+    if cluster.group_size > 1:
+        faults = (*faults, _kill_all_beside)
+    if cluster.served is not None:
+        faults = (*faults, *SERVER_FAULTS)
+    return faults

@@ -20,6 +20,7 @@ class Journal:
         self.newest_step = 0
         self.is_over = False
         self.failure: str | None = None
+        self.server_at = 0  # the parameter server's address
 
     def past(self) -> Past:
         resumed_at = tuple((epoch.number, epoch.resume_step) for epoch in self.epochs)
@@ -94,7 +95,9 @@ class Head:
         self.cluster.check_begin(epoch)
         self.journal.epochs.append(epoch)
         self.journal.newest_step = epoch.resume_step
-        self.cluster.truth.begun(epoch.number, epoch.resume_step)
+        if self.cluster.served is not None:
+            self.cluster.served.told[epoch.number] = self.journal.server_at
+        self.cluster.truth.begun(epoch.number, epoch.resume_step, self.connections)
         self.server = EpochServer(epoch)
         self.cluster.servers.append(self.server)
         for name, machine in self.connections.items():
@@ -144,7 +147,15 @@ class Head:
         return max(self.cluster.saved, default=None)
 
     def fewer(self, num_agents: int) -> int | None:
-        return num_agents if num_agents >= self.cluster.fewest else None
+        cluster = self.cluster
+        unit = cluster.group_size * cluster.replicas
+        ranks = num_agents // unit * unit
+        return ranks if ranks >= max(unit, cluster.fewest) else None
+
+    def move_server(self, address: int) -> None:
+        """What a parameter server says by itself."""
+        self.journal.server_at = address
+        self.rendezvous.renew("the parameter server has moved", self.cluster.clock.now)
 
     def pays(self, ranks: int, more: int, steps_left: int) -> bool:
         return steps_left > 2

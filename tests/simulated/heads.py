@@ -20,7 +20,7 @@ from dpipe.elastic.rendezvous import Rendezvous
 from dpipe.errors import TermLost
 from dpipe.terms.policy import Choice, Tenure, TermLease, TermTimes, TermWatch
 from dpipe.terms.records import HolderBeat
-from simulated.cluster import SimulatedCluster
+from simulated.cluster import PARTS, SERVED, SimulatedCluster
 from simulated.faults import befall, check_end, faults_of, sizes_of
 from simulated.head import EpochServer, Head, Journal
 from simulated.machine import Machine, Work
@@ -468,7 +468,11 @@ _SINGLE = "_restart_coordinator"  # which the standby does here
 
 def simulate_heads(seed: int, head: type[HeldHead] = HeldHead) -> TwoHeads:
     """A run under the faults of `seed`. Raises `BrokenPromise` with what happened."""
-    cluster = TwoHeads(seed, head=head, rendezvous=Rendezvous, num_steps=12, **sizes_of(seed))
+    sizes = sizes_of(seed)
+    # What a server says reaches whoever coordinates as an agent's message does.
+    if sizes["keeps"] == SERVED:
+        sizes["keeps"] = PARTS
+    cluster = TwoHeads(seed, head=head, rendezvous=Rendezvous, num_steps=12, **sizes)
     try:
         _run(cluster)
     except BrokenPromise as broken:

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 from dpipe.elastic.agents import Enlistment, Epoch, EpochOutcome, EpochReport
 from dpipe.elastic.attendance import Attendance
 from dpipe.elastic.lineage import Held
-from dpipe.keeper.pieces import Pieces
+from dpipe.ranks import ParallelRanks
 from simulated.truth import INITIAL
 
 if TYPE_CHECKING:
     from simulated.cluster import SimulatedCluster
 
 _ABORT_S = 0.1  # for a rank to end what it is doing
+_AGAIN_S = 0.3  # between looks for a parameter server that is away
+_SERVER_PATIENCE = 2.0  # in times of the silence after which a machine is lost
 
 
 class Machine:
@@ -156,7 +158,13 @@ class Work:
         self.is_loaded = False
         self.whole = 0  # the newest state that its guards have, too
         self.is_over = False
-        self.pieces = _pieces(machine.cluster, self.rank, epoch.world_size)
+        cluster = machine.cluster
+        num_stages = epoch.world_size // (cluster.group_size * cluster.replicas)
+        here = ParallelRanks(self.rank, num_stages, cluster.replicas, cluster.group_size)
+        layers = _layers(cluster, here)
+        self.pieces = cluster.pieces.kept_by(here, layers)
+        self._needed = cluster.pieces.needed_by(here, layers)
+        self._waits_until = 0.0  # for the parameter server
         self._later(machine.cluster.random.uniform(0.1, 1.0), self._join)
 
     def _later(self, delay_s: float, event: object, *args: object) -> None:
@@ -176,7 +184,7 @@ class Work:
         """All are here: take the state from whoever has it."""
         cluster = self.machine.cluster
         contents = set()
-        for piece in self.pieces:
+        for piece in self._needed:
             contents.add(cluster.fetch(self.machine, self.epoch, piece))
         if None in contents:
             self.end(EpochOutcome.ABORTED, "a piece could not be fetched")
@@ -191,7 +199,30 @@ class Work:
         self._keep(self.state)
         if self.epoch.sources:
             self._send()
-        self._next()
+        self._open()
+
+    def _open(self) -> None:
+        """Bring the parameter server, if there is one, what the epoch begins with."""
+        served = self.machine.cluster.served
+        number = self.epoch.number
+        if served is None:
+            self._next()
+        elif not served.is_reached(number):
+            self._await_server(self._open)
+        elif served.open(number):
+            self._next()
+        else:
+            self.end(EpochOutcome.ABORTED, "the server has gone on without this rank")
+
+    def _await_server(self, event: object) -> None:
+        cluster = self.machine.cluster
+        now = cluster.clock.now
+        if self._waits_until == 0.0:
+            self._waits_until = now + _SERVER_PATIENCE * cluster.silence_s
+        if now > self._waits_until:
+            self.end(EpochOutcome.ABORTED, "the parameter server did not come back")
+        else:
+            self._later(_AGAIN_S, event)
 
     def _next(self) -> None:
         cluster = self.machine.cluster
@@ -201,6 +232,14 @@ class Work:
             self._later(cluster.random.uniform(0.5, 1.5), self._vote)
 
     def _vote(self) -> None:
+        served = self.machine.cluster.served
+        if served is not None and not served.is_reached(self.epoch.number):
+            self._await_server(self._vote)
+            return
+        if served is not None and not served.has(self.epoch.number):
+            self.end(EpochOutcome.ABORTED, "the parameter server came back without its state")
+            return
+        self._waits_until = 0.0
         if self.epoch.world_size == 1:
             self.machine.cluster.works_alone(self)
             self.commit(stops=self.wants_stop, agreed=self.whole)
@@ -213,7 +252,7 @@ class Work:
         alone = self.epoch.world_size == 1
         self.state += 1
         self.content = cluster.truth.stepped(
-            self.epoch.number, self.state, self.content, alone=alone
+            self.epoch.number, self.state, self.content, self.machine.name, alone=alone
         )
         self.machine.made[self.epoch.number, self.state] = self.content
         self.machine.attendance.committed(self.epoch.number, self.state)
@@ -236,6 +275,15 @@ class Work:
         pieces = dict.fromkeys(self.pieces, self.content)
         self.machine.put(self.epoch.number, state, pieces)
 
+    def _has_whole(self, outcome: EpochOutcome) -> bool:
+        """Whether what is here is all of what this rank keeps."""
+        cluster = self.machine.cluster
+        has_all = cluster.pieces.num_parts == cluster.group_size
+        if has_all or outcome is not EpochOutcome.ABORTED:
+            return True
+        # The other replicas, or the server, had a part of it on its way.
+        return cluster.served is None and cluster.random.random() < 0.5
+
     def end(self, outcome: EpochOutcome, reason: str) -> None:
         if self.is_over:
             return
@@ -244,18 +292,15 @@ class Work:
         self.machine.after(delay_s, self._ended, EpochReport(self.epoch.number, outcome, reason))
 
     def _ended(self, report: EpochReport) -> None:
-        if self.is_loaded:
+        if self.is_loaded and self._has_whole(report.outcome):
             self._keep(self.state)
         self.machine.work = None
         self.machine.cluster.left_server(self)
         self.machine.attendance.work_ended(report)
 
 
-def _pieces(cluster: "SimulatedCluster", rank: int, world_size: int) -> list[int]:
-    """A group has the layers of a stage, and each of its ranks a part of them."""
-    size = cluster.group_size
-    num_layers = cluster.num_pieces // size
-    num_stages = world_size // size
-    stage, part = divmod(rank, size)
-    layers = range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)
-    return Pieces(size).of(layers, part)
+def _layers(cluster: "SimulatedCluster", here: ParallelRanks) -> list[int]:
+    """Those of the rank's stage."""
+    first = cluster.num_layers * here.pp_rank // here.pp_size
+    last = cluster.num_layers * (here.pp_rank + 1) // here.pp_size
+    return list(range(first, last))

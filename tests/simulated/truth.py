@@ -5,7 +5,7 @@ and of the epoch that made the step. Two epochs never make the same one, so that
 that was dropped is told from one that counts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 INITIAL = 0  # the content of state 0
 Copies = Mapping[int, Mapping[int, int]]  # by state, by piece of it, the content
@@ -28,10 +28,14 @@ class Truth:
         self.num_repeated = 0
         self._num_pieces = num_pieces
         self._parents: dict[int, int] = {}
-        self._made_alone: set[int] = set()
+        self._makers: dict[int, set[str]] = {}  # by content
+        # States that nobody could tell of: all machines that made them were gone, and had left
+        # copies to others.
+        self._untold: set[int] = set()
         self._loaded: dict[int, int] = {}
 
-    def begun(self, epoch: int, resume_step: int) -> None:
+    def begun(self, epoch: int, resume_step: int, here: Collection[str]) -> None:
+        """`here` are the machines that can tell of what they have made."""
         if self.epochs and epoch <= self.epochs[-1]:
             raise BrokenPromise(f"epoch {epoch} begins after epoch {self.epochs[-1]}")
         self.epochs.append(epoch)
@@ -42,6 +46,9 @@ class Truth:
         for state in dropped:
             del self.made[state]
             self.counted.pop(state, None)
+        for state in self.made.keys() - self.counted.keys():
+            if self._makers[self.made[state]].isdisjoint(here):
+                self._untold.add(state)
 
     def best(self, copies: Iterable[Copies]) -> int | None:
         """The newest state that counts and is whole among `copies`."""
@@ -66,12 +73,14 @@ class Truth:
         if epoch != self.epochs[-1]:
             raise BrokenPromise(f"epoch {epoch} makes a step beside epoch {self.epochs[-1]}")
 
-    def stepped(self, epoch: int, state: int, before: int, *, alone: bool) -> int:
-        """A rank has made the step to `state`; returns its content."""
+    def stepped(self, epoch: int, state: int, before: int, machine: str, *, alone: bool) -> int:
+        """A rank on that machine has made the step to `state`; returns its content."""
         content = successor(before, epoch, state)
         self._parents[content] = before
+        self._makers.setdefault(content, set()).add(machine)
+        # A rank without others may be gone before its step is heard of, and leave a copy behind.
         if alone:
-            self._made_alone.add(state)
+            self._untold.add(state)
         if epoch == self.epochs[-1]:
             self.made[state] = content
         return content
@@ -84,8 +93,7 @@ class Truth:
 
     def finished(self, num_steps: int) -> None:
         missing = set(range(num_steps + 1)) - self.counted.keys()
-        # A rank without others may be gone before its step is heard of, and leave a copy behind.
-        missing -= self._made_alone
+        missing -= self._untold
         if missing:
             raise BrokenPromise(f"the run is over and has no state {sorted(missing)}")
         for state in self.counted.keys() - {0}:
