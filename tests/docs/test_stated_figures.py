@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import mean, median
 
 import pytest
@@ -10,7 +10,10 @@ from pages import DOCS, ROOT, text_of
 from tables import micro_batches, tcp
 from test_result_files import lines_of, percent, table
 from test_results_page import marked, one_line, sections
+from torch import nn
 
+from dpipe.stage.bottleneck import narrow_gpt
+from dpipe.stage.gpt import gpt
 from dpipe.wire.format import wire_bytes
 
 RESULTS = DOCS / "results.md"
@@ -283,6 +286,21 @@ def test_losses_of_bottlenecks_that_do_not_follow_their_width() -> None:
     )
     section = in_results("What a model made for narrow links costs in loss")
     assert f"8 numbers cost {eight}, 4 numbers {four}" in section
+
+
+def parameters(layers: Iterable[Callable[[], nn.Module]]) -> int:
+    return sum(value.numel() for layer in layers for value in layer().parameters())
+
+
+def test_parameters_that_bottlenecks_add() -> None:
+    sizes = {"vocab_size": 256, "num_layers": 8, "width": 128, "num_heads": 4, "context": 128}
+    plain = parameters(gpt(**sizes, dropout=0, tied=False).layers)
+    for width in (16, 2):
+        one_each = {"bottleneck_width": width, "bottleneck_every": 1}
+        narrow = parameters(narrow_gpt(**sizes, **one_each, dropout=0, tied=False).layers)
+        assert round(5 * (narrow / plain - 1)) == 1
+    section = in_results("What a model made for narrow links costs in loss")
+    assert "of 256 bytes and 128 positions: a fifth more parameters than the plain one" in section
 
 
 def test_what_the_fine_tuned_model_answers() -> None:
