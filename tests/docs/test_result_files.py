@@ -231,6 +231,22 @@ def test_memory_of_published_models() -> None:
     assert table("Memory", DOCS / "fine-tuning.md") == rows
 
 
+def test_what_chaos_did_and_left() -> None:
+    """Chaos prints more than the page shows; the file has what the page does."""
+    rows = []
+    for line in lines_of("chaos"):
+        options = f"`{line['options']}`"
+        if line["date"] != "2026-11-23":  # that of the text
+            options += f" ({line['date']})"
+        rows.append([options, line["faults"], line["steps_repeated"], line["losses"]])
+    page = text_of(DOCS / "machines.md")
+    assert rows
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in page
+    _, _, below = page.partition("| `scripts/chaos job.toml` with |")
+    assert below.partition("\n\n")[0].count("\n| ") == 1 + len(rows)
+
+
 def simulated(name: str) -> list[dict[str, str]]:
     with (KEPT / f"sim/{name}.csv").open(encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
