@@ -260,7 +260,7 @@ class StageClient:
             except _Away as why:
                 if away_since is None:
                     away_since = time.monotonic()
-                    LOG.info("the parameter server at %s is away (%s)", self._access.address, why)
+                    LOG.warning("the parameter server at %s is away: %s", self._access.address, why)
                 if time.monotonic() - away_since > patience_s:
                     self._give_up(patience_s, what, str(why))
             if self._failed.wait(_RETRY_S):
@@ -290,7 +290,8 @@ class StageClient:
                 f"the parameter server at {address} came back without the state of this run; "
                 f"{self._access.remedy_of_state}"
             )
-        LOG.info("the parameter server at %s is back, at step %d", address, standing.step)
+        # As loud as that it was away.
+        LOG.warning("the parameter server at %s is back, at step %d", address, standing.step)
         for step in sorted(self._kept):
             if step >= standing.step:
                 self._push(step)
