@@ -48,7 +48,7 @@ class Cell(BaseModel):
     name: str
     config: str
     overrides: tuple[str, ...] = ()
-    pinned: bool = False  # rank i to core i
+    pinned: bool = False  # rank i to core i, and on from the first where there are fewer cores
     # In the kernel's real-time class, which moves a thread that waits to a free core at once. Root.
     realtime: bool = False
 
@@ -66,10 +66,11 @@ class Cells(BaseModel):
 
 @dataclass(frozen=True)
 class Pinned(ThisMachine):
-    """Each rank on a core of its own."""
+    """Each rank on a core; the next ranks share them where there are more ranks than cores."""
 
     def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
-        return ["taskset", "-c", str(rank), *argv]
+        core = rank % (os.cpu_count() or 1)
+        return ["taskset", "-c", str(core), *argv]
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,13 @@ def test_table_has_the_medians_of_all_runs(script: Script, tmp_path: Path) -> No
     ]
 
 
-def test_pinned_ranks_have_a_core_each(script: Script) -> None:
-    assert script("real_compute").Pinned().enter(1, ["dpipe"]) == ["taskset", "-c", "1", "dpipe"]
+@pytest.mark.parametrize(("rank", "core"), [(0, "0"), (1, "1"), (2, "0"), (3, "1")])
+def test_pinned_ranks_have_the_cores_in_turn(
+    script: Script, monkeypatch: pytest.MonkeyPatch, rank: int, core: str
+) -> None:
+    module = script("real_compute")
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    assert module.Pinned().enter(rank, ["dpipe"]) == ["taskset", "-c", core, "dpipe"]
 
 
 def test_ranks_of_the_real_time_class_take_turns_ahead_of_all_others(script: Script) -> None:
