@@ -46,6 +46,8 @@ _WATCHES = 64  # looks at the stream in `heartbeat_s`
 _CLOCK_SAMPLES = 16  # round trips, of which the fastest counts
 _FIRST_RETRY_S = 0.02  # ranks that start together miss the coordinator by little
 _RETRY_S = 0.5  # between attempts to reach a coordinator that is not up
+# Ranks that start together join within a moment of each other: of those nothing is said.
+_PATIENCE_S = 1.0
 _AGAIN_S = 30.0  # before the same text is reported again
 _SLACK_S = 2.0  # beyond the coordinator's own deadline, whose message names who is missing
 _STOP_S = 5.0  # for the reading thread, once the call is cancelled
@@ -198,8 +200,7 @@ class Coordinator(Coordination):
                 raise
 
     def _wait_for_welcome(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
-            self._welcome.result(timeout_s)
+        self._await_all(timeout_s)
         try:
             welcome = self._welcome.result(_SLACK_S)
         except TimeoutError:
@@ -217,6 +218,21 @@ class Coordinator(Coordination):
             if self._over or not self._ponged.wait(self._heartbeat_s) or self._over:
                 silent = f"the coordinator at {self._address} let us in and fell silent"
                 raise JoinError(str(self._over or silent))
+
+    def _await_all(self, timeout_s: float) -> None:
+        """Return once all ranks have joined, or after `timeout_s`; say who is missing, less and
+        less often.
+        """
+        deadline = time.monotonic() + timeout_s
+        patience_s = _PATIENCE_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                self._welcome.result(min(left_s, patience_s))
+                return
+            patience_s = min(2 * patience_s, _AGAIN_S)
+            if self._missing:
+                ranks = name_ranks(self._missing)
+                self._say(f"waiting at {self._address} for {ranks} of {self.world_size} to join")
 
     @property
     def clock_offset_ns(self) -> int:
@@ -412,9 +428,6 @@ class Coordinator(Coordination):
         ranks = tuple(missing.ranks)
         if not missing.key:
             self._missing = ranks
-            self._say(
-                f"waiting at {self._address} for {name_ranks(ranks)} of {self.world_size} to join"
-            )
         elif gathered := self._gathers.get(missing.key):
             _settle(gathered.missing, ranks)
 

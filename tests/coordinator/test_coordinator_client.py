@@ -51,7 +51,8 @@ def test_join_tells_each_pair_a_secret_that_no_other_rank_hears(run):
     assert min(map(len, of_pairs)) == 32
 
 
-def test_join_says_for_whom_it_waits(run):
+def test_join_says_for_whom_it_waits(run, monkeypatch):
+    monkeypatch.setattr(client, "_PATIENCE_S", 0.05)
     run.serve(2)
     messages: list[str] = []
     waits = threading.Event()
@@ -66,6 +67,32 @@ def test_join_says_for_whom_it_waits(run):
 
     run.at_once(lambda: run.join(0, 2, on_wait=on_wait), second)
     assert messages == [f"waiting at 127.0.0.1:{run.servers[0].port} for rank 1 of 2 to join"]
+
+
+def test_ranks_that_join_one_after_the_other_are_not_waited_for_with_words(run, monkeypatch):
+    """A run of four said three times for whom it waited, each time for one rank fewer."""
+    monkeypatch.setattr(client, "_PATIENCE_S", 20.0)
+    run.serve(3)
+    messages: list[str] = []
+    takes = client.Coordinator._take_missing
+    heard = {(1, 2): threading.Event(), (2,): threading.Event()}
+
+    def take_missing(self: Coordinator, missing: Any) -> None:
+        takes(self, missing)
+        heard[tuple(missing.ranks)].set()
+
+    def after(missing: tuple[int, ...], rank: int) -> Coordinator:
+        assert heard[missing].wait(10)
+        return run.join(rank, 3)
+
+    monkeypatch.setattr(client.Coordinator, "_take_missing", take_missing)
+    run.at_once(
+        lambda: run.join(0, 3, on_wait=messages.append),
+        lambda: after((1, 2), 1),
+        lambda: after((2,), 2),
+    )
+    assert len(run.ranks) == 3
+    assert messages == []
 
 
 def test_join_waits_for_the_coordinator_to_come_up(run):
