@@ -126,9 +126,11 @@ class Forks:
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            logs = "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self._processes)
-            assert time.monotonic() < deadline, f"waited for {what}\n{logs}"
+            assert time.monotonic() < deadline, f"waited for {what}\n{self._logs()}"
             time.sleep(0.05)
+
+    def _logs(self) -> str:
+        return "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self._processes)
 
     def close(self) -> None:
         for name in self._processes:
