@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.multiprocessing.spawn import start_processes
 
+from dpipe.processes.environment import set_up_grpc
+
 # The server itself starts no thread and does not use a GPU, so that what it forks may do both.
 CONTEXT = get_context("forkserver")
 
@@ -22,5 +24,6 @@ def run_processes(function: Callable[..., None], args: tuple[Any, ...], count: i
     Raises torch's `ProcessRaisedException` or `ProcessExitedException` if one fails; the others
     are killed. Queues for results are `CONTEXT`'s.
     """
+    set_up_grpc()  # who calls a bench without dpipe's commands measures the same
     CONTEXT.set_forkserver_preload([function.__module__])
     start_processes(function, args=args, nprocs=count, start_method="forkserver")
