@@ -48,11 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """scripts/test finds the files with these marks by their text, and collects no others."""
     text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
     for item in items:
-        for mark in ("alone", "daemon", "lab", "gpu", "stand_in"):
+        for mark in ("alone", "waits", "daemon", "lab", "gpu", "stand_in"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
                 raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
     # The longest first: at the end of a parallel run nothing else would be left beside it.
-    items.sort(key=lambda item: item.get_closest_marker("lab") is None)
+    items.sort(key=is_short)
+
+
+def is_short(item: pytest.Item) -> bool:
+    """Of those that wait nearly all are long: in front they would come to one worker together."""
+    return item.get_closest_marker("lab") is None or item.get_closest_marker("waits") is not None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,7 +16,6 @@ from netem.lab import Lab
 
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.alone,
     pytest.mark.usefixtures("possible"),
     pytest.mark.timeout(300),
 ]
@@ -33,13 +32,17 @@ def forks(tmp_path: Path, warm_python: str) -> Iterator[Forks]:
 
 
 @pytest.fixture
-def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+def lab(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Lab]:
     """A coordinator's host and three others, with links of `request.param`, if any."""
     name = f"e{os.getpid()}"
     profile = None
     if request.param:
         profile = tmp_path / "profile.toml"
         profile.write_text(request.param)
+    # What its router carries is measured as a lab comes up: far more than these links ask for.
+    monkeypatch.setattr(labs, "measured", lambda lab: lab)
     yield labs.up(name, 4, profile)
     labs.down(name)
 
@@ -56,6 +59,7 @@ def join(forks: Forks, lab: Lab, number: int) -> None:
     forks.start(f"m{number}", *argv, host=lab.hosts[1 + number])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lab", [""], indirect=True)
 def test_one_side_of_a_partition_goes_on_and_the_other_stops(forks: Forks, lab: Lab) -> None:
     """The one rank of a run, whose steps need nobody else's vote, is parted from the coordinator
@@ -97,6 +101,7 @@ def test_one_side_of_a_partition_goes_on_and_the_other_stops(forks: Forks, lab: 
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("lab", [SLOW], indirect=True)
 def test_links_full_of_data_lose_nobody(forks: Forks, lab: Lab) -> None:
     """An activation takes 3.4 s, longer than a connection may be silent (2.5 s), and both links are

@@ -53,7 +53,7 @@ def launched_rows(overrides: Sequence[str], python: str, tmp_path: Path) -> list
     return read_rows(tmp_path / "run")
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("schedule", "per_rank"),
     [("gpipe", 1), ("zero-bubble", 1), ("zb-v", 2)],  # of torch, and by CSV

@@ -66,7 +66,7 @@ def test_step_takes_its_waits_and_the_network_time_of_its_exchanges(shared, run_
     assert seconds_of(config, run_ranks) >= forecast(config).step_us / 1e6
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_step_takes_little_more_than_that(shared, run_ranks, tmp_path):
     folders = (str(tmp_path / f"run-{number}") for number in count())
     most_s = LATE * forecast(shared()).step_us / 1e6

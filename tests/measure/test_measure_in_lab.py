@@ -109,7 +109,7 @@ def off(cluster: Cluster) -> list[str]:
     return different
 
 
-@pytest.mark.alone
+@pytest.mark.waits  # beside what sleeps its delays and rates are as on a quiet machine
 def test_links_are_measured_as_in_the_profile(lab: Lab, tmp_path: Path, warm_python: str) -> None:
     """Also one that is slower one way than the other."""
     cluster, text = settled(

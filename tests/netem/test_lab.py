@@ -179,15 +179,3 @@ def test_verify_compares_a_link_with_its_profile(lab, profile):
         differing = python(lab.hosts[0], "verify", str(profile(text(Link(1, 0.1)))), *arguments)
     assert (matching.returncode, matching.stdout.count("ok")) == (0, 2)
     assert (differing.returncode, differing.stdout.splitlines()[0][-3:]) == (1, "OFF")
-
-
-def answers(lab: Lab, host: int, other: int) -> bool:
-    argv = ["ping", "-c", "2", "-i", "0.2", "-W", "1", lab.addresses[other]]
-    return subprocess.run(lab.hosts[host].enter(argv), capture_output=True).returncode == 0
-
-
-def test_host_that_is_cut_off_is_back_once_mended(lab):
-    labs.cut(lab, 1)
-    assert [answers(lab, 0, 1), answers(lab, 1, 2), answers(lab, 2, 0)] == [False, False, True]
-    labs.mend(lab, 1)
-    assert [answers(lab, 0, 1), answers(lab, 1, 2)] == [True, True]

@@ -119,6 +119,18 @@ def test_verify_of_an_unshaped_lab_is_refused(lab, monkeypatch):
     )
 
 
+def answers(lab: Lab, host: int, other: int) -> bool:
+    argv = ["ping", "-c", "2", "-i", "0.2", "-W", "1", lab.addresses[other]]
+    return subprocess.run(lab.hosts[host].enter(argv), capture_output=True).returncode == 0
+
+
+def test_host_that_is_cut_off_is_back_once_mended(lab):
+    labs.cut(lab, 1)
+    assert [answers(lab, 0, 1), answers(lab, 1, 2), answers(lab, 2, 0)] == [False, False, True]
+    labs.mend(lab, 1)
+    assert [answers(lab, 0, 1), answers(lab, 1, 2)] == [True, True]
+
+
 def test_name_that_is_up_is_refused_and_stays_up(lab):
     with pytest.raises(NetemError, match=f"lab '{NAME}' is up already: lab down --name {NAME}"):
         labs.up(NAME, num_hosts=2)

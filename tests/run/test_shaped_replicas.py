@@ -49,7 +49,7 @@ def replayed(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("kind", "beside_compute_s"),
     [

@@ -125,7 +125,7 @@ def test_shaping_delivers_every_message_at_the_simulated_time(
         }
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @CASES
 def test_shaped_run_takes_the_simulated_time_plus_the_machines_delays(
     name: str, delay_ms: float, gbps: float

@@ -73,7 +73,7 @@ def test_steps_overlap_where_no_rank_waits_for_a_vote(replayed: Make) -> None:
     assert predicted_s(replayed(DEEP, 1)) == pytest.approx(alone.duration_us / 1e6, rel=0.01)
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize("clip_norm", [0, 1])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda pipeline: pipeline["schedule"])
 def test_step_takes_the_predicted_time(
