@@ -54,11 +54,20 @@ class Undisturbed:
     end: checkpoint.Loaded
 
 
+@pytest.fixture(scope="module")
+def kept() -> list[Undisturbed]:
+    return []
+
+
 @pytest.fixture
-def undisturbed(tiny: Callable[..., Config], losses: Callable[..., list[float]]) -> Undisturbed:
-    """The same job on one rank, in this process."""
-    config = tiny(train__steps=STEPS, pipeline__stages=1)
-    return Undisturbed(losses(config), end_of(Path(config.run.folder)))
+def undisturbed(
+    kept: list[Undisturbed], tiny: Callable[..., Config], losses: Callable[..., list[float]]
+) -> Undisturbed:
+    """The same job on one rank, in this process; run for the first test that asks."""
+    if not kept:
+        config = tiny(train__steps=STEPS, pipeline__stages=1)
+        kept.append(Undisturbed(losses(config), end_of(Path(config.run.folder))))
+    return kept[0]
 
 
 def end_of(folder: Path) -> checkpoint.Loaded:

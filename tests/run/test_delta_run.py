@@ -115,6 +115,7 @@ def test_replicas_each_remember_what_they_have_seen(
     chats: Make, losses: Losses, caches: Any
 ) -> None:
     replicas = {"data_parallel__replicas": 2, "data_parallel__kind": "all-reduce"}
+    replicas["train__steps"] = 3 * STEPS_PER_EPOCH
     exact = losses(chats("exact", wire("none"), **replicas, pipeline__stages=2))
     close = losses(chats("close", wire("int4+delta"), **replicas, pipeline__stages=2))
     assert close == pytest.approx(exact, rel=0.02)
@@ -136,10 +137,10 @@ def test_deltas_of_four_bits_end_closer_to_fp32_than_four_bits(chats: Make, loss
 def test_resumed_run_remembers_nothing_and_says_so(
     chats: Make, losses: Losses, caches: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steady = {"train__decay": "none"}
+    steady = {"train__decay": "none", "train__steps": 3 * STEPS_PER_EPOCH}
     straight = losses(chats("straight", wire("int4+delta"), **steady))
     caches.clear()
-    losses(chats("run", wire("int4+delta"), train__steps=6, **steady))
+    losses(chats("run", wire("int4+delta"), **{**steady, "train__steps": 6}))
     caches.clear()
     with caplog.at_level(logging.WARNING):
         resumed = losses(chats("run", wire("int4+delta"), **steady), resume=True)
