@@ -107,10 +107,10 @@ def main(job: str, overrides: tuple[str, ...], runs: int, results: Path) -> None
     for _ in range(runs):
         line = compared(job, overrides)
         append(results, line)
-        ratio = line["measured_s"] / line["predicted_s"]
-        click.echo(
-            f"predicted {line['predicted_s']} s, measured {line['measured_s']} s: {ratio:.3f}"
-        )
+        ahead_s = line["predicted_s"]
+        took_s = line["measured_s"]
+        ratio = took_s / ahead_s
+        click.echo(f"predicted {ahead_s:.4g} s, measured {took_s:.4g} s: {ratio:.3f}")
 
 
 if __name__ == "__main__":
