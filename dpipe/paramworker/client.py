@@ -5,6 +5,12 @@
 Every call may be repeated (see server.py), and gradients are kept until the server says that their
 step is committed: a server that is killed and started again is a delay and nothing else. An error
 that no repetition can mend is raised at once.
+
+    replica 0   push . norms ............... waits for replica 1's gradient --> vote --> pull
+    replica 1   push . norms --> vote ...look: started again, push ............. vote --> pull
+    server                  ^ killed, started again: the gradients of this step are gone
+
+So a worker that waits for others, and not for the server, looks at it once a second.
 """
 
 import logging
@@ -49,6 +55,8 @@ LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
 SERVER = "server"  # what traffic calls the other end
 _RETRY_S = 0.5  # between two attempts to reach a server that is away
+_LOOK_S = 1.0  # between two looks at a server by a worker that asks it nothing
+_STOP_S = 10.0  # for a look that is broken off
 # It is not up, was closed, or has been started again: it may come back.
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
@@ -115,7 +123,9 @@ def reach(access: ServerAccess) -> None:
 
 
 class StageClient:
-    """One thread uses it, but for `fail` and `close`. `PeerLost`: the server stays away."""
+    """One thread uses it, but for `fail` and `close`, and one of its own while that asks nothing.
+    `PeerLost`: the server stays away.
+    """
 
     def __init__(
         self,
@@ -142,6 +152,11 @@ class StageClient:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._error: Exception | None = None
+        # held by the thread that talks with the server
+        self._turn = threading.RLock()
+        self._asked_at = time.monotonic()
+        name = f"dpipe-look-{stage}"
+        self._looker = threading.Thread(target=self._look_after, name=name, daemon=True)
 
     def open(
         self,
@@ -163,6 +178,7 @@ class StageClient:
 
         self._persist(begin, self._access.connect_s, "")
         self._opened = True
+        self._looker.start()
 
     def reach(self) -> None:
         """As `open`, without beginning anything."""
@@ -237,10 +253,35 @@ class StageClient:
                 f"rank {self._access.rank} has closed its connection to the parameter server"
             )
         )
+        if self._looker.ident is not None:
+            self._looker.join(_STOP_S)
         for channel in self._channels:
             channel.close()
 
     # Persistence
+
+    def _look_after(self) -> None:
+        """Bring a server that was started again what it lacks, while nobody here asks it."""
+        while not self._failed.wait(_LOOK_S):
+            if not self._turn.acquire(blocking=False):
+                continue
+            try:
+                quiet_s = time.monotonic() - self._asked_at
+                if self._kept and quiet_s > _LOOK_S:
+                    self._look()
+            except Exception as error:
+                self.fail(error)  # whoever asks next hears it
+            finally:
+                self._turn.release()
+
+    def _look(self) -> None:
+        def attend() -> None:
+            known = self._incarnation
+            self._attend(again=True)
+            if self._incarnation != known:
+                raise _Away("it was started again")
+
+        self._repeat(attend, "others are waited for")
 
     def _repeat(self, call: Callable[[], T], what: str) -> T:
         return self._persist(call, self._access.timeout_s, what)
@@ -250,6 +291,13 @@ class StageClient:
 
         `what` is in progress there; "" where nothing is, so that there is nothing to come back to.
         """
+        with self._turn:
+            try:
+                return self._persist_in_turn(call, patience_s, what)
+            finally:
+                self._asked_at = time.monotonic()
+
+    def _persist_in_turn(self, call: Callable[[], T], patience_s: float, what: str) -> T:
         away_since: float | None = None
         while True:
             try:

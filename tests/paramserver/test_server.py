@@ -367,6 +367,36 @@ def test_server_that_all_workers_have_left_reports_it(
     assert serving.wait_until_left(5)
 
 
+def test_worker_that_waits_for_others_brings_a_server_started_again_its_gradient(
+    tmp_path: Path,
+) -> None:
+    """It asks nothing, and others wait for its gradient there: all would wait for each other."""
+
+    def started(port: int = 0) -> ParameterServer:
+        return ParameterServer(port=port, folder=tmp_path, snapshots=FolderSnapshots())
+
+    first = started()
+    address = f"127.0.0.1:{first.port}"
+    clients = [
+        StageClient(ServerAccess(address, "run 1", replica, replica, timeout_s=20), 0, SPEC, RULE)
+        for replica in (0, 1)
+    ]
+    both(*(lambda client=client: client.open(0, 0, vectors) for client in clients))
+    for replica, client in enumerate(clients):
+        client.push(0, outbox(replica))
+    known = clients[1].norms(0)
+    first.close()
+    second = started(first.port)
+    try:
+        assert both(lambda: clients[0].norms(0)) == [known]
+        pulled = both(*(lambda client=client: pull(client, 0) for client in clients))
+        assert torch.equal(*pulled)
+    finally:
+        for client in clients:
+            client.close()
+        second.close()
+
+
 def test_server_killed_during_the_end_does_not_wait_for_workers_that_have_left(
     tmp_path: Path,
 ) -> None:
