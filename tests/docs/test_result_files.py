@@ -233,18 +233,31 @@ def test_memory_of_published_models() -> None:
 
 def test_what_chaos_did_and_left() -> None:
     """Chaos prints more than the page shows; the file has what the page does."""
+    columns = ("faults", "to_a_step", "steps_repeated", "goodput", "losses")
     rows = []
     for line in lines_of("chaos"):
         options = f"`{line['options']}`"
-        if line["date"] != "2026-11-23":  # that of the text
+        if line["date"] != "2026-11-25":  # that of the text
             options += f" ({line['date']})"
-        rows.append([options, line["faults"], line["steps_repeated"], line["losses"]])
+        rows.append([options, *(line[column] for column in columns)])
     page = text_of(DOCS / "machines.md")
     assert rows
     for row in rows:
         assert f"| {' | '.join(row)} |" in page
     _, _, below = page.partition("| `scripts/chaos job.toml` with |")
     assert below.partition("\n\n")[0].count("\n| ") == 1 + len(rows)
+
+
+def test_steps_of_a_fine_tuning_ahead_of_it() -> None:
+    rows = []
+    for line in lines_of("ahead"):
+        assert line["job"] == "scripts/finetune.toml"
+        alone = "pipeline.stages=1" in line["overrides"]
+        predicted_s, measured_s = line["predicted_s"], line["measured_s"]
+        ratio = measured_s / predicted_s
+        stages = "one" if alone else "two"
+        rows.append([stages, seconds(predicted_s), seconds(measured_s), f"{ratio:.3f}"])
+    assert table("A fine-tuning, predicted ahead of it") == rows
 
 
 def simulated(name: str) -> list[dict[str, str]]:
