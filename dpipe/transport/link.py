@@ -113,10 +113,8 @@ class Receiving(_PiecewiseTransfer):
         self.sequence = sequence
         self.expected: Header | None = None
         self.arrived: Header | None = None
-        # In host memory until it is complete, then on the device.
-        self.tensor: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None  # in host memory
         self.into: torch.Tensor | None = None  # host memory that the caller asked for
-        self._landed: Mark = None
 
     def done(self) -> bool:
         return super().done() and self.expected in (None, self.arrived)
@@ -125,9 +123,11 @@ class Receiving(_PiecewiseTransfer):
         self.settle()
         assert self.tensor is not None
         if self.into is None:
-            return self.end.staging.use(self.tensor, self._landed)
+            # Only now: what waits for its turn would fill the device, as far as the sender is
+            # ahead. The host is ahead of the device, so the copy still runs beside computations.
+            return self.end.staging.land(self.tensor)
         if self.tensor is not self.into:  # it arrived before the receive was posted
-            self.end.staging.move(self.tensor, self._landed, self.into)
+            self.into.copy_(self.tensor)
             self.tensor = self.into
         return self.into
 
@@ -144,10 +144,6 @@ class Receiving(_PiecewiseTransfer):
     def end_piece(self) -> None:
         with self.end.changed:
             assert self.arrived is not None
-            assert self.tensor is not None
-            # By the last piece: the others may still be read into the same memory.
-            if self._missing == 1 and self.into is None:
-                self.tensor, self._landed = self.end.staging.land(self.tensor)
             self._end_piece(self.arrived.spec.num_bytes)
             self.end.forget(self)
 

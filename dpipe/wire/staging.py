@@ -57,23 +57,14 @@ class Staging:
         lent = self._lend(spec.num_bytes)
         return lent.view(spec.dtype).view(spec.shape)
 
-    def land(self, host: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """A tensor that has arrived, on the device once it has reached the mark."""
+    def land(self, host: torch.Tensor) -> torch.Tensor:
+        """A tensor that has arrived, on the device, for the current stream."""
         with self._streams.receiving():
             there = host.to(self._streams.device, non_blocking=True)
-            return there, self._streams.mark()
-
-    def use(self, landed: torch.Tensor, mark: Mark) -> torch.Tensor:
-        """Let the current stream use what `land` returned."""
-        self._streams.wait(mark)
-        self._streams.keep(landed)
-        return landed
-
-    def move(self, arrived: torch.Tensor, mark: Mark, into: torch.Tensor) -> None:
-        """Copy a tensor that has arrived, and has landed if there is a mark, into `into`."""
-        if mark is not None:
-            arrived = self.use(arrived, mark)
-        into.copy_(arrived)
+            landed = self._streams.mark()
+        self._streams.wait(landed)
+        self._streams.keep(there)
+        return there
 
     def _lend(self, num_bytes: int) -> torch.Tensor:
         """Memory that comes back here when the last tensor that shares it is freed: to fault in

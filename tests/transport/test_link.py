@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpipe.errors import PeerLost, TransferError, TransferTimeout
+from dpipe.streams import CudaStreams
 from dpipe.transport.link import LinkEnd
 from dpipe.wire.message import Header
 from dpipe.wire.spec import TensorSpec
@@ -38,6 +39,23 @@ def test_tensor_is_cut_into_several_pieces_a_connection(
     connections: int, num_bytes: int, pieces: int
 ) -> None:
     assert LinkEnd(0, 1, num_connections=connections).num_pieces(num_bytes) == pieces
+
+
+@pytest.mark.gpu
+def test_what_waits_for_its_turn_is_in_host_memory() -> None:
+    """However far a sender is ahead, the device holds what is asked for."""
+    streams = CudaStreams(torch.device("cuda"))
+    end = LinkEnd(0, 1, streams=streams)
+    before = torch.cuda.memory_allocated()
+    early = end.arrive(header(0))
+    early.end_piece()
+    posted = end.post(PAIR, "x")
+    late = end.post(PAIR, "x")
+    end.arrive(header(1)).end_piece()
+    assert torch.cuda.memory_allocated() == before
+    received = [posted.wait(), late.wait()]
+    assert torch.cuda.memory_allocated() > before
+    assert {tensor.device for tensor in received} == {streams.device}
 
 
 def test_connections_that_disagree_on_a_tensor_are_refused() -> None:

@@ -34,7 +34,7 @@ def test_tensor_goes_to_the_host_and_back_without_a_wait_for_the_device() -> Non
             fetched, ready = staging.fetch(tensor)
         staging.block(ready, 30)
         arrived.copy_(fetched)
-        back = staging.use(*staging.land(arrived))
+        back = staging.land(arrived)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(back, tensor)
