@@ -386,7 +386,8 @@ def bound_s(config: Config, prediction: Forecast) -> float | None:
     pipeline = pipeline_on(
         network,
         prediction.cost,
-        config.train.num_microbatches,
+        # Slices are pieces by themselves, here in any order.
+        config.train.num_microbatches * config.pipeline.sequence_slices,
         config.pipeline.ranks,
         ballots=ballots_over(config, network, config.transport.shape),
     )

@@ -186,9 +186,9 @@ class TransportConfig(Section):
     """TCP connections a link. "auto": as many as it takes to fill a link of predict.network."""
 
     congestion_control: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] = "auto"
-    """TCP's congestion control, such as "reno", on links of kind = "tcp" on Linux. "host": the
-    host's. "auto": "bbr" from a round trip of 2 ms on, where the host allows it and restarts quiet
-    connections slowly; else the host's."""
+    """TCP's congestion control, such as "reno", on "tcp" links on Linux. "host": the host's.
+    "auto": the host's, but "reno" for "bbr"; "bbr" once a link is seen to lose packets at random,
+    where the host allows it."""
 
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     """Bytes of a message that are written at once; "tcp" writes at most 524288."""

@@ -22,7 +22,7 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
-from dpipe.session.stream import set_congestion_control
+from dpipe.session.window import set_congestion_control
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
 EXTRAS = {  # the package of each that shows whether it is installed

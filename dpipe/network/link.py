@@ -9,6 +9,7 @@ bandwidth, and loss keeps that window small.
 """
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -60,11 +61,13 @@ class Link:
     def delay_us(self) -> float:
         return self.delay_ms * 1e3
 
-    def rate_gbps(self, connections: int = 1) -> float:
+    def rate_gbps(self, connections: int = 1, *, outruns_loss: bool = False) -> float:
         """What `connections` carry together: each one window a round trip, which is twice the
-        delay, up to the bandwidth.
+        delay, up to the bandwidth. Loss makes windows small unless they `outrun` it.
         """
-        window_bytes = min(self.window_bytes or math.inf, self.loss_window_bytes)
+        window_bytes = self.window_bytes or math.inf
+        if not outruns_loss:
+            window_bytes = min(window_bytes, self.loss_window_bytes)
         if math.isinf(window_bytes) or self.delay_ms == 0:
             return self.bandwidth_gbps
         # A window goes out and is acknowledged: there and back takes twice the delay.
@@ -112,20 +115,24 @@ class Link:
         packets = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
         return self.jitter_ms * 1e3 * (packets - 1) / (packets + 1)
 
-    def recovery_us(self, num_bytes: int, connections: int = 1) -> float:
-        """How much later a message is whole because of loss, on average.
+    def recovery(self, num_bytes: int, rate_gbps: float) -> "Recovery":
+        """How likely loss delays a message that is sent at `rate_gbps`, and by how much.
 
-        A packet that is lost is sent again a round trip later. Before the last round trip of a
-        message that is hidden: the rest is still on its way. So the message is late by a round trip
-        if anything of its last one is lost.
+        A packet that is lost is sent again when those behind it have been acknowledged, a quarter
+        of a round trip later than reordering would explain (RACK: RFC 8985). What is queued ahead
+        counts: as much of the message as is in flight, at most another round trip's bytes (BBR
+        lets twice the path's be in flight). Of what came earlier the rest of the message hides it.
         """
         loss = self.loss_percent / 100
         if loss == 0:
-            return 0.0
-        round_trip_us = 2 * self.delay_us
-        in_flight = self.rate_gbps(connections) * 1e3 * round_trip_us / 8
+            return Recovery(0.0, 0.0)
+        round_trip_us = 2 * (self.delay_us + self.late_us(num_bytes))
+        own_us = num_bytes * 8 / (rate_gbps * 1e3)
+        loaded_us = round_trip_us + min(own_us, round_trip_us)
+        in_flight = rate_gbps * 1e3 * loaded_us / 8
         packets = math.ceil(min(num_bytes, in_flight) / SEGMENT_BYTES)
-        return round_trip_us * (1 - math.pow(1 - loss, packets))
+        chance = 1 - math.pow(1 - loss, packets)
+        return Recovery(chance, _NOTICED * loaded_us)
 
     @property
     def connections(self) -> int:
@@ -145,6 +152,8 @@ class Link:
 # connection kept 2.6 to 3.3 MB in flight (scripts/link.py). This much can be relied on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
+_FEW_CONNECTIONS = 4  # that a lossy link needs at most where a loss does not make windows small
+_NOTICED = 1.25  # round trips until a lost packet is sent again
 MAX_DELAY_MS = 3_600_000  # an hour
 SEGMENT_BYTES = 1448  # that a full packet carries
 PAYLOAD_SHARE = (
@@ -152,6 +161,18 @@ PAYLOAD_SHARE = (
 )  # of a full Ethernet frame that carries TCP with its timestamps
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Of a message some of whose packets may be lost."""
+
+    chance: float  # that it is late
+    late_us: float  # then
+
+    @property
+    def mean_us(self) -> float:
+        return self.chance * self.late_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +209,9 @@ class Network:
     connections: int = 1  # TCP connections that a run opens for each link
     interfaces: tuple[Interface, ...] = ()  # a rank that is in none has one to itself
     relayed: frozenset[tuple[int, int]] = frozenset()  # links that rank 0's machine passes on
+    # Whether windows stay large where packets are lost at random, as BBR's do.
+    outruns_loss: bool = False
+    seed: int | None = None  # losses are drawn; None: each message is late by the mean
 
     def link(self, source: int, target: int) -> Link:
         """Raises `ProfileError` for a pair that is not listed, if there is no default."""
@@ -198,15 +222,36 @@ class Network:
 
     def rate_gbps(self, source: int, target: int) -> float:
         """What the link carries over its connections, with nothing beside it."""
-        return self.link(source, target).rate_gbps(self.connections)
+        link = self.link(source, target)
+        return link.rate_gbps(self.connections, outruns_loss=self.outruns_loss)
 
     def delay_us(self, source: int, target: int, num_bytes: int) -> float:
         """How long after it has left a message is there: the link's delay, and what jitter and loss
         add. Packets out of order add nothing: TCP holds the early ones.
+
+        Where losses are drawn, each call is another message.
         """
         link = self.link(source, target)
-        late_us = link.late_us(num_bytes) + link.recovery_us(num_bytes, self.connections)
-        return link.delay_us + late_us
+        recovery = link.recovery(num_bytes, self.rate_gbps(source, target))
+        late_us = recovery.mean_us
+        if self._draws is not None:
+            is_late = self._draws.random() < recovery.chance
+            late_us = recovery.late_us if is_late else 0.0
+        return link.delay_us + link.late_us(num_bytes) + late_us
+
+    @cached_property
+    def _draws(self) -> random.Random | None:
+        return None if self.seed is None else random.Random(self.seed)
+
+    @property
+    def loses(self) -> bool:
+        """Whether a link loses packets."""
+        default = [] if self.default is None else [self.default]
+        return any(link.loss_percent for link in (*default, *self.links.values()))
+
+    def drawn(self, seed: int) -> "Network":
+        """The same network, on which some messages are late by a loss and others are not."""
+        return replace(self, seed=seed)
 
     def interface(self, rank: int) -> Interface:
         """What `rank` sends and receives through."""
@@ -260,10 +305,18 @@ class Network:
 
     def over_enough(self) -> "Network":
         """The same network for a run with enough connections to fill any of its links."""
-        counts = [link.connections for link in self.links.values()]
+        links = [*self.links.values()]
         if self.default is not None:
-            counts.append(self.default.connections)
-        return self.over(max(counts, default=1))
+            links.append(self.default)
+        return self.over(max(map(self._enough, links), default=1))
+
+    def _enough(self, link: Link) -> int:
+        if not self.outruns_loss or link.loss_percent == 0:
+            return link.connections
+        # Pieces on several connections do not wait for what another one has lost. On many each
+        # sends too little at a time.
+        whole = replace(link, loss_percent=0.0).connections
+        return max(whole, min(link.connections, _FEW_CONNECTIONS))
 
     def with_links(self, change: Callable[[Link], Link]) -> "Network":
         """The same network with every link replaced by `change(link)`."""

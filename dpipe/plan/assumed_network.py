@@ -1,5 +1,6 @@
 """The network that a prediction assumes. No torch."""
 
+from dataclasses import replace
 from typing import Literal
 
 from dpipe.config.load import Config
@@ -7,6 +8,7 @@ from dpipe.machines.file import lists_machines, load_machines
 from dpipe.machines.seats import Seats, message_network_of, seats_in_order
 from dpipe.network.link import Network
 from dpipe.network.profile import load_network
+from dpipe.transport.kinds import TRANSPORTS
 
 
 def configured_network(config: Config, profile: str | None) -> Network:
@@ -17,7 +19,15 @@ def configured_network(config: Config, profile: str | None) -> Network:
         headers=config.counts_headers,
         devices_per_seat=config.ranks_per_machine,
         seats=config.predict.seats,
+        ignores_loss=outruns_loss(config),
     )
+
+
+def outruns_loss(config: Config) -> bool:
+    """Whether packets that are lost at random do not make the windows of a run's links small."""
+    transport = config.transport
+    takes_bbr = transport.congestion_control in ("auto", "bbr")
+    return takes_bbr and TRANSPORTS[transport.kind].sets_congestion_control
 
 
 def assumed_network(
@@ -27,12 +37,13 @@ def assumed_network(
     headers: bool = False,
     devices_per_seat: int = 1,
     seats: Seats = (),
+    ignores_loss: bool = False,
 ) -> Network:
     """The network of `profile`, or loopback without one, with `connections` TCP connections a link.
 
     With `headers` the profile's rates include packet headers, so messages get less than these. A
     `machines.toml` may stand for a profile: its ranks sit on `seats`, or in the order of the file,
-    and its rates are those of messages, as they are measured.
+    and its rates are those of messages, as they are measured. `ignores_loss` is its `outruns_loss`.
     """
     if profile and lists_machines(profile):
         cluster = load_machines(profile)
@@ -41,6 +52,7 @@ def assumed_network(
         network = load_network(profile) if profile else Network()
         if profile and headers:
             network = network.for_payload()
+    network = replace(network, outruns_loss=ignores_loss)
     return network.over_enough() if connections == "auto" else network.over(connections)
 
 

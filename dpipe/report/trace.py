@@ -72,6 +72,7 @@ class TraceInputs:
     tensor_size: int = 1  # ranks of a tensor-parallel group: one rank of the schedule
     waits_for_verdict: bool = False  # whether no rank steps before all have voted
     seats: Seats = ()  # where `network` is a file of machines; empty: in its order
+    outruns_loss: bool = False  # whether losses leave the connections' windows large
 
     @property
     def ballots(self) -> Network | None:
@@ -92,6 +93,7 @@ class TraceInputs:
             headers=self.headers,
             devices_per_seat=self.tensor_size,
             seats=self.seats,
+            ignores_loss=self.outruns_loss,
         )
 
     @property
@@ -168,6 +170,7 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
         "tensor_size": inputs.tensor_size,
         "waits_for_verdict": inputs.waits_for_verdict,
         "seats": list(inputs.seats),
+        "outruns_loss": inputs.outruns_loss,
         "hosts": [[host.ranks, host.cores, host.threads] for host in inputs.hosts],
         "replicas": None if inputs.replicas is None else _as_table(inputs.replicas),
     }
@@ -221,6 +224,7 @@ def _inputs(table: PlanTable, path: Path) -> TraceInputs:
             tensor_size=table.tensor_size,
             waits_for_verdict=table.waits_for_verdict,
             seats=table.seats,
+            outruns_loss=table.outruns_loss,
         )
 
 

@@ -69,6 +69,7 @@ class PlanTable(BaseModel):
     headers: bool
     tensor_size: AtLeast1 = 1
     waits_for_verdict: bool = False
+    outruns_loss: bool = False
     seats: Annotated[tuple[Text, ...], Field(max_length=MAX_RANKS)] = ()
     frozen: Annotated[int, Field(ge=0, le=2**31)] = 0
     num_slices: Annotated[int, Field(ge=1, le=1 << 24)] = 1

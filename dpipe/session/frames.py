@@ -2,8 +2,9 @@
 
     | 4: size of the payload | 8: bytes received | payload |       big-endian, again and again
 
-A frame without payload acknowledges, and shows that this end is alive. One of an impossible size is
-the last: its end has given the session up.
+A frame without payload acknowledges, and shows that this end is alive. One whose size has its top
+bit set is padding, which is dropped: it keeps TCP's window open through a pause. One of an
+impossible size is the last: its end has given the session up.
 """
 
 import struct
@@ -17,6 +18,9 @@ FRAME_BYTES = 4 << 20  # about the most; an acknowledgement waits for no more
 _AHEAD_BYTES = 8 << 10
 _LARGE_BYTES = 64 << 10  # a frame that is not read ahead
 _FAREWELL = (1 << 32) - 1
+_PADDING = 1 << 31
+PADDING_BYTES = 16 << 10  # of a frame: so many a stream takes that can be written at all
+_ZEROS = bytes(PADDING_BYTES)
 _PREFIX = struct.Struct(">IQ")
 _NOTHING = memoryview(b"")
 
@@ -29,6 +33,9 @@ class Stream(Protocol):
 
     def can_write(self, wait_ms: int = 0) -> bool:
         """Whether a few bytes can be written without waiting, after `wait_ms` at most."""
+
+    def padding(self, burst_bytes: int) -> int:
+        """How many bytes to write now that the other end drops: `Window.look`. From any thread."""
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
@@ -77,10 +84,16 @@ class Frames(ABC):
         self._start = 0
         self._end = 0
         self._left = 0  # bytes of the payload that is being read
+        self._padding = 0  # bytes that are to be dropped
 
     def write(self, received: int, pieces: Sequence[bytes | memoryview]) -> None:
         size = sum(map(len, pieces))
         self.stream.write(_PREFIX.pack(size, received), *pieces)
+        self.wrote_at = time.monotonic()
+
+    def pad(self, received: int, num_bytes: int) -> None:
+        """Write a frame of so many bytes, `PADDING_BYTES` at most, that the other end drops."""
+        self.stream.write(_PREFIX.pack(_PADDING | num_bytes, received), _ZEROS[:num_bytes])
         self.wrote_at = time.monotonic()
 
     def say_farewell(self, received: int) -> None:
@@ -118,6 +131,9 @@ class Frames(ABC):
         if self._left == _FAREWELL:
             self._left = 0
             self.said_farewell = True
+        elif self._left & _PADDING:
+            self._padding = self._left ^ _PADDING
+            self._left = 0
 
 
 class ByteFrames(Frames):
@@ -133,6 +149,9 @@ class ByteFrames(Frames):
             self._bytes.await_bytes(num_bytes)
 
     def receive(self, view: memoryview) -> int:
+        if self._padding:
+            self._drop()
+            return 0
         if self._has_next():
             return self._take_next(view)
         self._make_room()
@@ -161,6 +180,18 @@ class ByteFrames(Frames):
         if not self._left and self._has_next():
             self._begin()
         return self._take(view)
+
+    def _drop(self) -> None:
+        """Take what is there of padding, and no more."""
+        ahead = min(self._padding, self._end - self._start)
+        self._start += ahead
+        self._padding -= ahead
+        if self._padding:
+            dropped = memoryview(bytearray(min(self._padding, _LARGE_BYTES)))
+            num_bytes = self._bytes.receive(dropped, _NOTHING)
+            self._padding -= num_bytes
+            if num_bytes:
+                self.heard_at = time.monotonic()
 
     def _make_room(self) -> None:
         if self._start:

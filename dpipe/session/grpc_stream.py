@@ -108,6 +108,9 @@ class GrpcStream(MessageStream):
     def can_write(self, wait_ms: int = 0) -> bool:
         return not self._messages
 
+    def padding(self, burst_bytes: int) -> int:
+        return 0  # the sockets are gRPC's own
+
     def next_message(self) -> bytes:
         try:
             message = next(self._incoming)

@@ -30,16 +30,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Condition, Lock, RLock
 
 from dpipe.errors import TransferError
-from dpipe.session.frames import FRAME_BYTES, Frames, Stream
+from dpipe.session.frames import FRAME_BYTES, PADDING_BYTES, Frames, Stream
 
 _SMALL_BYTES = 4 << 10  # up to here it is cheaper to copy than to keep
 _PAGE_BYTES = 4 << 10
 _REPORT_BYTES = 4 << 20  # an end that has received so many says so; more often, it costs
 _MOST_STALLED = 4  # connections that moved nothing
 _BEATS = 4  # signs of life in `silence_s`
+LOOK_S = 0.02  # a fraction of TCP's shortest timeout
+_PAUSE_S = 0.05  # between two bursts of the caller
+_WARM_S = 30.0  # that a window is kept open after the last of them
 _ROOM_S = 0.05
 _FAREWELL_S = 0.1  # for a frame that is being written
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
@@ -117,6 +121,9 @@ class LinkSession:
         self._moved_at = 0.0  # when bytes on the way arrived last, or the first of them was written
         self._reported = 0  # bytes received, as the last frame said
         self._listening_since: float | None = None
+        self._wrote_at = -math.inf  # the caller
+        self._burst = 0  # bytes of the caller since it paused
+        self._last_burst = 0
         self._ended = False
         self._why = "it has not been opened"
         self._lost_at = math.inf
@@ -276,6 +283,7 @@ class LinkSession:
         if is_copied:
             lead += view
             view = view[:0]
+        self._count_burst(len(lead) + len(view))
         with self._writing:
             with self._lock:
                 kept = self._keep(lead, view)
@@ -289,7 +297,16 @@ class LinkSession:
                 self._attempt(frames, (lead, view))
             while self._outgoing:
                 self._write_frame(patient=True)
+        self._wrote_at = time.monotonic()
         return None if is_copied else kept
+
+    def _count_burst(self, num_bytes: int) -> None:
+        now = time.monotonic()
+        if now - self._wrote_at > _PAUSE_S:
+            self._last_burst = max(self._burst, self._last_burst * 3 // 4)
+            self._burst = 0
+        self._wrote_at = now
+        self._burst += num_bytes
 
     def end(self) -> None:
         """Write no more; the other end reads what was written, then the end."""
@@ -361,7 +378,34 @@ class LinkSession:
             self.broke(frames, reason_of(error))
 
     def _report(self) -> None:
-        """Write a frame without payload, unless one is being written or has to wait."""
+        """Write a frame without payload, unless it has to wait."""
+        self._write_aside(self._acknowledge_now)
+
+    def keep_warm(self, now: float) -> None:
+        """Keep the window open that the caller's bursts need, for `_WARM_S` after the last of them.
+        Call it every `LOOK_S`.
+        """
+        stream = self.stream
+        if stream is None or now - self._wrote_at > _WARM_S:
+            return
+        num_bytes = 0
+        with suppress(OSError):  # it is closed meanwhile
+            num_bytes = stream.padding(max(self._burst, self._last_burst))
+        if num_bytes:
+            self._write_aside(partial(self._pad, num_bytes))
+
+    def _acknowledge_now(self, frames: Frames) -> None:
+        if frames.stream.can_write():
+            self._put(frames, [])
+
+    def _pad(self, num_bytes: int, frames: Frames) -> None:
+        left = num_bytes
+        while left > 0 and frames.stream.can_write():
+            frames.pad(self.received, min(left, PADDING_BYTES))
+            left -= PADDING_BYTES
+
+    def _write_aside(self, write: Callable[[Frames], None]) -> None:
+        """`write` something that is not of the session, unless a frame is being written."""
         if not self._writing.acquire(blocking=False):
             return
         try:
@@ -370,8 +414,7 @@ class LinkSession:
                     return
                 frames = self._current(_WRITER)
             try:
-                if frames.stream.can_write():
-                    self._put(frames, [])
+                write(frames)
             except OSError as error:
                 self.broke(frames, reason_of(error))
         finally:

@@ -5,12 +5,12 @@ import socket
 import ssl
 import struct
 from contextlib import suppress
-from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Lock
 
-from dpipe.errors import ConfigError, JoinError
+from dpipe.errors import JoinError
 from dpipe.session.frames import ByteStream
+from dpipe.session.window import Losses, Window
 from dpipe.wire.rpc import TLS_NAME, Security
 
 # Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
@@ -25,23 +25,21 @@ _TRICKLE_MS = 500
 _MOST_PROBE_S = 32767  # that the kernel takes, as
 _MOST_MS = (1 << 31) - 1
 _UNSENT_BYTES = 128 << 10  # of which half is left when `can_write` says so: half a ms at 1 Gbit/s
-_CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # of Linux and FreeBSD
-_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-_RTT_OFFSET = 68  # tcpi_rtt in `struct tcp_info` of linux/tcp.h
-_LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few of them
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
 
 
 class SocketStream(ByteStream):
     """Bytes over an open socket; see `frames.ByteStream`."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, losses: Losses | None = None) -> None:
+        """`losses` are the `Window`'s."""
         self._socket = sock
         # `shut` ends every wait.
         sock.settimeout(None)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._wakes_at = 1
+        self._window = Window(sock, losses)
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Give all `parts` to the kernel, in order. Only the last, if large, is not copied."""
@@ -79,6 +77,9 @@ class SocketStream(ByteStream):
         except BlockingIOError:
             return 0
 
+    def padding(self, burst_bytes: int) -> int:
+        return self._window.look(burst_bytes)
+
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
         _shutdown(self._socket, socket.SHUT_WR)
@@ -109,8 +110,8 @@ class TlsStream(SocketStream):
     network while it is inside.
     """
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        super().__init__(sock)
+    def __init__(self, sock: ssl.SSLSocket, losses: Losses | None = None) -> None:
+        super().__init__(sock, losses)
         sock.setblocking(False)
         self._tls = sock
         self._inside = Lock()
@@ -167,10 +168,10 @@ class Tls:
         )
 
 
-def stream_over(sock: socket.socket) -> ByteStream:
+def stream_over(sock: socket.socket, losses: Losses | None = None) -> ByteStream:
     if isinstance(sock, ssl.SSLSocket):
-        return TlsStream(sock)
-    return SocketStream(sock)
+        return TlsStream(sock, losses)
+    return SocketStream(sock, losses)
 
 
 def tune(sock: socket.socket, silence_s: float, unacknowledged_s: float) -> None:
@@ -197,55 +198,6 @@ def keep_little_unsent(sock: socket.socket) -> None:
     """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
-def set_congestion_control(sock: socket.socket, name: str) -> None:
-    """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but on
-    a long path it takes BBR where the host allows that.
-
-    Messages of a pipeline come with pauses. After a long one Reno and CUBIC begin again with ten
-    packets, unless the host is told not to; BBR goes on at the rate that it has seen.
-
-    Raises `ConfigError` where the host does not have it, or allows it to root alone.
-    """
-    if name == "host":
-        return
-    if name == "auto":
-        if _slow_starts_after_idle() and _round_trip_us(sock) >= _LONG_US:
-            with suppress(OSError):
-                _set_congestion_control(sock, "bbr")
-        return
-    try:
-        _set_congestion_control(sock, name)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f'transport.congestion_control "{name}" cannot be set on this host: {reason}; take one '
-            "that `sysctl net.ipv4.tcp_allowed_congestion_control` lists, have root add it there "
-            "(modprobe tcp_NAME loads it), or leave it out"
-        ) from None
-
-
-def _set_congestion_control(sock: socket.socket, name: str) -> None:
-    if _CONGESTION is None:
-        raise OSError("this system sets it for all sockets alone")
-    sock.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
-
-
-def _slow_starts_after_idle() -> bool:
-    try:
-        return _AFTER_IDLE.read_text().strip() != "0"
-    except OSError:  # not Linux
-        return True
-
-
-def _round_trip_us(sock: socket.socket) -> int:
-    """As the kernel has measured it; 0 before it has."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
-    (microseconds,) = struct.unpack_from("I", info.ljust(_RTT_OFFSET + 4, b"\0"), _RTT_OFFSET)
-    return int(microseconds)
 
 
 def shut(sock: socket.socket) -> None:

@@ -30,7 +30,7 @@ from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
-PROTOCOL = 5  # of transport.proto; ranks of another are refused
+PROTOCOL = 6  # of transport.proto; ranks of another are refused
 MAX_LINKS = 64  # that may dial a rank at once
 CHECK = (
     "check that it runs, that its node.advertise and node.port are right, that no firewall blocks "

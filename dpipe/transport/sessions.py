@@ -25,7 +25,7 @@ from dpipe.session.frames import Frames
 from dpipe.session.greeting import Greeted
 from dpipe.session.lobby import Lobby
 from dpipe.session.redial import GREETING_S, dial_again
-from dpipe.session.session import LinkSession, reason_of
+from dpipe.session.session import LOOK_S, LinkSession, reason_of
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, Connection, Mesh, Token
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
@@ -321,7 +321,7 @@ class SessionMesh(Mesh[SessionConnection]):
         """Notice connections that have fallen silent, and keep this end's from being so."""
         interval_s = self._heartbeat_s / _WATCHES
         watched_at = stopped_until = time.monotonic()
-        while not self._stopping.wait(interval_s):
+        while not self._stopping.wait(min(interval_s, LOOK_S)):
             now = time.monotonic()
             if now - watched_at > 2 * interval_s:
                 stopped_until = now
@@ -329,3 +329,4 @@ class SessionMesh(Mesh[SessionConnection]):
             for link in tuple(self._links.values()):
                 for connection in link.connections:
                     connection.session.watch(now, stopped_until)
+                    connection.session.keep_warm(now)

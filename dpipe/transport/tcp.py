@@ -7,6 +7,7 @@ Bytes go from the tensor's memory into the kernel, and from there into the memor
 import socket
 import ssl
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,14 +19,8 @@ from dpipe.session.dial import dial
 from dpipe.session.frames import ByteFrames
 from dpipe.session.listen import ACCEPT_S, open_listener
 from dpipe.session.redial import GREETING_S
-from dpipe.session.stream import (
-    Tls,
-    keep_little_unsent,
-    set_congestion_control,
-    shut,
-    stream_over,
-    tune,
-)
+from dpipe.session.stream import Tls, keep_little_unsent, shut, stream_over, tune
+from dpipe.session.window import Losses, set_congestion_control
 from dpipe.transport.mesh import MAX_LINKS, WAKE_S
 from dpipe.transport.sessions import Called, SessionConnection, SessionMesh
 from dpipe.wire.rpc import Security
@@ -50,6 +45,7 @@ class TcpTransport(SessionMesh):
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         self._tls = Tls(security) if security.tls else None
+        self._losses = defaultdict[int, Losses](Losses)  # by peer
         # Diallers that may be in the lobby at once.
         self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
         self._listener = open_listener(bind, port)
@@ -80,7 +76,7 @@ class TcpTransport(SessionMesh):
         with self._secured(raw, deadline, server=False) as sock:
             greeted = greeting.call(sock, hello, secret, deadline)
             confirm = partial(greeting.confirm, sock, deadline)
-            yield Called(ByteFrames(stream_over(sock)), greeted, confirm)
+            yield Called(self._frames_over(sock, connection.end.peer), greeted, confirm)
 
     # Being dialled
 
@@ -131,7 +127,7 @@ class TcpTransport(SessionMesh):
         connection.session.secret = dialler.next_secret
         with suppress(OSError):  # the connection's reader finds out
             greeting.welcome(sock, dialler, time.monotonic() + GREETING_S)
-        connection.start(ByteFrames(stream_over(sock)))
+        connection.start(self._frames_over(sock, connection.end.peer))
         return connection
 
     def _admit_again(self, sock: socket.socket, dialler: greeting.Dialler) -> SessionConnection:
@@ -149,9 +145,13 @@ class TcpTransport(SessionMesh):
             raise
         greeting.welcome(sock, dialler, deadline, state)
         greeting.await_confirmation(sock, deadline)
-        session.attach(ByteFrames(stream_over(sock)), hello.received, state.received)
+        session.attach(self._frames_over(sock, hello.from_rank), hello.received, state.received)
         self._log_resumed(connection, broke_at)
         return connection
+
+    def _frames_over(self, sock: socket.socket, peer: int) -> ByteFrames:
+        adapts = self._congestion_control == "auto"
+        return ByteFrames(stream_over(sock, self._losses[peer] if adapts else None))
 
     @contextmanager
     def _secured(

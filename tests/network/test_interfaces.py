@@ -1,6 +1,7 @@
 """What ranks of one machine share: its egress and its ingress; and what loss does to a link."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -116,15 +117,44 @@ def test_cubic_bounds_the_rate_of_a_long_link_that_loses_little():
 
 def test_link_without_loss_or_delay_is_bound_by_nothing_else():
     assert Link(50, 1).loss_window_bytes == math.inf
-    assert Link(50, 1).recovery_us(10**9) == 0
+    assert Link(50, 1).recovery(10**9, 1).chance == 0
     assert Link(0, 1, loss_percent=1).rate_gbps() == 1
 
 
-def test_lost_packet_of_the_last_round_trip_costs_another_one():
+def test_lost_packet_is_sent_again_behind_what_is_queued():
+    """A quarter later than a round trip, with the time that the message's own bytes take."""
     link = Link(50, 1, loss_percent=1)
-    assert link.recovery_us(SEGMENT_BYTES) == pytest.approx(1_000)  # one in a hundred, 100 ms
-    assert link.recovery_us(2 * SEGMENT_BYTES) == pytest.approx(1_990)
-    # Of a long message only what is in flight at its end: 12.25 packets, so 13.
-    assert link.recovery_us(10**9) == pytest.approx(100_000 * (1 - 0.99**13))
+    one = link.recovery(SEGMENT_BYTES, 1)
+    assert one.chance == pytest.approx(0.01)
+    assert one.late_us == pytest.approx(1.25 * (100_000 + SEGMENT_BYTES * 8e-3))
+    assert one.mean_us == pytest.approx(0.01 * one.late_us)
+    assert link.recovery(2 * SEGMENT_BYTES, 1).chance == pytest.approx(0.0199)
+    # Of a long message only what is in flight at its end: two round trips, 17,266 packets.
+    long = Link(50, 1, loss_percent=1e-3).recovery(10**9, 1)
+    assert long.late_us == pytest.approx(250_000)
+    assert long.chance == pytest.approx(1 - 0.99999**17_266)
+
+
+def test_message_is_late_by_the_mean_or_as_it_is_drawn():
+    network = Network(default=Link(50, 1, loss_percent=1))
+    recovery = network.link(0, 1).recovery(30_000, network.rate_gbps(0, 1))
+    assert network.delay_us(0, 1, 30_000) == pytest.approx(50_000 + recovery.mean_us)
+    drawn = network.drawn(7)
+    delays = [drawn.delay_us(0, 1, 30_000) for _ in range(1_000)]
+    assert set(delays) == {50_000, 50_000 + recovery.late_us}
+    assert sum(delays) / 1_000 == pytest.approx(50_000 + recovery.mean_us, rel=0.05)
+    again = network.drawn(7)
+    assert [again.delay_us(0, 1, 30_000) for _ in range(1_000)] == delays
+
+
+def test_windows_that_outrun_losses_need_few_connections():
+    link = Link(40, 0.3, loss_percent=0.01)
     network = Network(default=link)
-    assert network.delay_us(0, 1, SEGMENT_BYTES) == pytest.approx(51_000)
+    outrunning = replace(network, outruns_loss=True)
+    assert network.over_enough().connections == 14
+    assert outrunning.over_enough().connections == 4
+    assert network.over(1).rate_gbps(0, 1) < 0.03
+    assert outrunning.over(1).rate_gbps(0, 1) == 0.3
+    # Without loss as many as the path needs, as ever.
+    clean = Network(default=Link(40, 3.0), outruns_loss=True)
+    assert clean.over_enough().connections == Link(40, 3.0).connections == 15

@@ -1346,7 +1346,8 @@ DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *KEEPER, *ELASTIC, *FILES]
 OWN = {
     "dpipe.measure.tcp_info:_int": "what the kernel says of a socket",
     "dpipe.measure.tcp_info:counts": "what the kernel says of a socket",
-    "dpipe.session.stream:_round_trip_us": "what the kernel says of a socket",
+    "dpipe.session.window:number": "what the kernel says of a socket",
+    "dpipe.session.window:tcp_info": "what the kernel says of a socket",
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",
     "dpipe.data.corpus:_bigram_bits": "counts the bytes of a text",

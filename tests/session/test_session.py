@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,52 @@ def test_kept_bytes_are_freed_when_they_have_arrived(ends: Ends) -> None:
     received(ends[0], 7)
     assert kept is not None
     assert kept.view is None
+
+
+@pytest.mark.parametrize("num_bytes", [1, 11, 16 << 10, 100_000])
+def test_padding_is_dropped_between_messages(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    attach(ends)
+    monkeypatch.setattr(SocketStream, "padding", lambda *_: num_bytes)
+    large = bytes(range(256)) * 1_000
+    for message in (b"first", large, b"last"):
+        writer = threading.Thread(target=ends[0].write, args=(b"", memoryview(message)))
+        writer.start()
+        assert received(ends[1], len(message)) == message
+        writer.join(5)
+        ends[0].keep_warm(time.monotonic())
+    ends[0].write(b"", memoryview(b"end"))
+    assert received(ends[1], 3) == b"end"
+    assert ends[1].received == 5 + len(large) + 4 + 3
+
+
+def test_window_is_kept_for_half_a_minute_after_the_last_message(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(SocketStream, "padding", lambda _, burst: asked.append(burst) or 0)
+    attach(ends)
+    ends[0].keep_warm(time.monotonic())
+    assert not asked  # nothing was written: there is no window
+    ends[0].write(b"", memoryview(b"x"))
+    ends[0].keep_warm(time.monotonic() + 29)
+    ends[0].keep_warm(time.monotonic() + 31)
+    assert asked == [1]
+
+
+def test_window_is_kept_for_what_is_written_between_two_pauses(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(SocketStream, "padding", lambda _, burst: asked.append(burst) or 0)
+    attach(ends)
+    for _ in range(3):
+        ends[0].write(b"", memoryview(bytes(1_000)))
+    time.sleep(0.06)
+    ends[0].write(b"", memoryview(b"x"))
+    ends[0].keep_warm(time.monotonic())
+    assert asked == [3_000]
 
 
 def test_connection_with_an_outdated_greeting_is_refused(ends: Ends) -> None:

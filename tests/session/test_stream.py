@@ -4,16 +4,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from dpipe.errors import ConfigError
-from dpipe.session import stream
 from dpipe.session.stream import (
     SocketStream,
     keep_little_unsent,
-    set_congestion_control,
     tune,
 )
 
@@ -116,60 +112,12 @@ def test_tuned_socket_sends_at_once_and_notices_a_host_that_is_gone() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
 
 
-def test_socket_takes_the_congestion_control_that_it_is_told() -> None:
-    with socket.socket() as sock:
-        set_congestion_control(sock, "host")
-        set_congestion_control(sock, "reno")  # each Linux has it, and allows it to everybody
-        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    assert name.rstrip(b"\0") == b"reno"
-
-
-@pytest.mark.parametrize(
-    ("round_trip_us", "after_idle", "takes_bbr"),
-    [(20_000, "1", True), (100, "1", False), (20_000, "0", False)],
-    ids=["long path", "short path", "windows that stay"],
-)
-def test_long_path_takes_bbr_unless_windows_outlast_pauses(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    round_trip_us: int,
-    after_idle: str,
-    takes_bbr: bool,
-) -> None:
-    taken = []
-    (tmp_path / "after_idle").write_text(after_idle)
-    monkeypatch.setattr(stream, "_AFTER_IDLE", tmp_path / "after_idle")
-    monkeypatch.setattr(stream, "_round_trip_us", lambda _: round_trip_us)
-    monkeypatch.setattr(stream, "_set_congestion_control", lambda _, name: taken.append(name))
-    with socket.socket() as sock:
-        set_congestion_control(sock, "auto")
-    assert taken == (["bbr"] if takes_bbr else [])
-
-
-def test_host_that_does_not_allow_bbr_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: socket.socket, name: str) -> None:
-        raise OSError(f"{name} is not allowed")
-
-    monkeypatch.setattr(stream, "_round_trip_us", lambda _: 20_000)
-    monkeypatch.setattr(stream, "_set_congestion_control", refuse)
-    with socket.socket() as sock:
-        set_congestion_control(sock, "auto")
-
-
 def test_little_unsent_leaves_the_rest_to_another_connection(over_tcp: Streams) -> None:
     keep_little_unsent(over_tcp[0]._socket)
     assert over_tcp[0].can_write()
     while over_tcp[0].can_write():
         over_tcp[0]._socket.send(bytes(64 << 10), socket.MSG_DONTWAIT)
     assert not over_tcp[0].can_write(1)
-
-
-def test_congestion_control_that_the_host_does_not_have_says_what_to_change() -> None:
-    with (
-        socket.socket() as sock,
-        pytest.raises(ConfigError, match="tcp_allowed_congestion_control"),
-    ):
-        set_congestion_control(sock, "nobody_wrote_it")
 
 
 def test_sockets_take_the_longest_timeouts_of_a_configuration() -> None:

@@ -16,7 +16,7 @@ from dpipe.schedule.generate import generate, gpipe
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.scenario import Scenario
-from dpipe.timeline.simulate import simulate, simulate_alone
+from dpipe.timeline.simulate import period, simulate, simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 
 BYTES_PER_US = 125  # at 1 Gbit/s
@@ -166,16 +166,27 @@ def test_slowest_replica_sets_the_pace_of_all():
     assert times[0] == times[1] < times[2] <= times[3]
 
 
-def test_lossy_link_is_slower_and_a_message_later():
-    """One packet in a hundred is sent again, a round trip of 2 later; a window of 17.7 kB bounds
-    nothing in that time.
-    """
+def test_message_of_a_lossy_link_is_later_on_average():
+    """One packet in a hundred is sent again; a window of 17.7 kB bounds nothing in that time."""
     cost = Cost.uniform(2, 10, 20, message_bytes=SEGMENT_BYTES)
     lossy = Link(1e-3, 1, loss_percent=1)
     sent_us = SEGMENT_BYTES / BYTES_PER_US
     timeline = alone(Network(default=lossy), cost=cost)
     arrival_us = timeline.on(1, Lane.RECV)[0].end_us
-    assert arrival_us == pytest.approx(10 + sent_us + 1 + 0.02)
+    # A quarter more than a round trip, whose way there the message's own bytes fill.
+    again_us = 1.25 * (2 + 2)
+    assert arrival_us == pytest.approx(10 + sent_us + 1 + 0.01 * again_us)
+
+
+def test_step_of_a_lossy_network_is_the_middle_one_of_several_that_are_drawn():
+    """A step waits for the latest of its messages: the mean lateness of each says too little."""
+    cost = Cost.uniform(4, 10_000, 20_000, message_bytes=SEGMENT_BYTES)
+    network = Network(default=Link(20, 1, loss_percent=10))
+    drawn = simulate(gpipe(4, 8), cost, network).step_us
+    mean = period(Scenario(gpipe(4, 8), cost, network))
+    without = simulate(gpipe(4, 8), cost, Network(default=Link(20, 1))).step_us
+    assert without < mean < drawn < without + 24 * 50_000
+    assert simulate(gpipe(4, 8), cost, network).step_us == drawn
 
 
 def test_costs_of_replicas_must_fit():

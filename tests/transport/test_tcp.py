@@ -14,7 +14,7 @@ from ends import SCALAR, Make, address, assert_link_works, connect, connect_betw
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferError
 from dpipe.session import greeting
-from dpipe.session.stream import set_congestion_control
+from dpipe.session.window import set_congestion_control
 from dpipe.transport.mesh import PROTOCOL
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.message import Header, framed
@@ -54,7 +54,7 @@ def soon() -> float:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (hello(protocol=9), "speaks dpipe transport 5, not 9"),
+        (hello(protocol=9), "speaks dpipe transport 6, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),

@@ -1,0 +1,209 @@
+"""TCP's window on one connection: kept open through pauses, and past losses that are no congestion.
+
+    messages    ####             ####          ####                         ####
+    padding                           #  #           #  #  #  #  #  #  #  #
+    window      =================================================================
+
+A pipeline sends in bursts. Reno and CUBIC begin with ten packets again after a pause of one
+retransmission timeout, and halve a window that is not filled (RFC 2861), unless root has set
+net.ipv4.tcp_slow_start_after_idle to 0: where a pipe fills, each hop then waits several round
+trips. So a connection that would lose its window in a pause fills it with padding, which the other
+end drops: as much as the last bursts of messages, at most what the path holds in a round trip.
+
+BBR keeps its rate, but learns it too low from messages that come one at a time, and stops sending
+for 0.2 s in ten. It is better where packets are lost at random, which Reno and CUBIC take for
+congestion.
+"""
+
+import math
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from dpipe.errors import ConfigError
+
+_CLOSING = 0.8  # of a retransmission timeout: a pause that is about to close the window
+_CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # of Linux and FreeBSD
+_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+_BBR = "bbr"
+_LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few of them
+# Losses that are random, in number and as a share of segments: congestion loses one in a window
+# of some hundred segments, each time that it has grown by half.
+_LEAST_LOSSES = 5
+_LOSS_SHARE = 5e-4
+_TOGETHER_S = 0.2
+# Offsets in `struct tcp_info` of linux/tcp.h, which only grows.
+_TIMEOUT = 8
+_SEGMENT = 16
+_UNACKNOWLEDGED = 24
+_LAST_SENT = 44
+_ROUND_TRIP = 68
+_WINDOW = 80
+_REPEATED = 100
+_LEAST_ROUND_TRIP = 148
+_SENT = 156
+_RATE = 160
+_IN_VAIN = 216
+_BYTES = 224
+
+
+class TcpInfo(NamedTuple):
+    """What the kernel knows of a connection; zeros where it does not say."""
+
+    timeout_us: int = 0  # of retransmission
+    segment: int = 0  # bytes
+    unacknowledged: int = 0  # segments
+    last_sent_ms: int = 0  # ago
+    round_trip_us: int = 0
+    least_round_trip_us: int = 0
+    window: int = 0  # segments
+    sent: int = 0  # segments
+    lost: int = 0  # of them, as far as this end can tell
+    bytes_per_s: int = 0  # of the last ones that arrived
+
+
+def tcp_info(sock: socket.socket) -> TcpInfo:
+    """Raises `OSError` for a socket that is closed."""
+    if not hasattr(socket, "TCP_INFO"):
+        return TcpInfo()
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES).ljust(_BYTES, b"\0")
+
+    def number(offset: int) -> int:
+        (value,) = struct.unpack_from("I", info, offset)
+        return int(value)
+
+    (bytes_per_s,) = struct.unpack_from("Q", info, _RATE)
+    return TcpInfo(
+        timeout_us=number(_TIMEOUT),
+        segment=number(_SEGMENT),
+        unacknowledged=number(_UNACKNOWLEDGED),
+        last_sent_ms=number(_LAST_SENT),
+        round_trip_us=number(_ROUND_TRIP),
+        least_round_trip_us=number(_LEAST_ROUND_TRIP),
+        window=number(_WINDOW),
+        sent=number(_SENT),
+        # The other end had some of them twice: they were late and not lost.
+        lost=max(0, number(_REPEATED) - number(_IN_VAIN)),
+        bytes_per_s=bytes_per_s,
+    )
+
+
+class Losses:
+    """What the connections of a link have lost together."""
+
+    def __init__(self) -> None:
+        self._sent = 0  # segments
+        self._times = 0  # that something was lost
+        self._last = -math.inf
+
+    def see(self, sent: int, lost: int) -> None:
+        """So many segments more. What is lost together counts once: a window that opens too far
+        loses half of itself, on all connections.
+        """
+        self._sent += sent
+        now = time.monotonic()
+        if lost > 0 and now - self._last > _TOGETHER_S:
+            self._times += 1
+            self._last = now
+
+    @property
+    def are_random(self) -> bool:
+        return self._times >= max(_LEAST_LOSSES, _LOSS_SHARE * self._sent)
+
+
+class Window:
+    """Of the connection over `sock`. With `losses`, those of its link, it takes BBR where they are
+    random and the host allows it.
+    """
+
+    def __init__(self, sock: socket.socket, losses: Losses | None = None) -> None:
+        self._socket = sock
+        self._losses = losses
+        self._closes = _closes_in_pauses(sock)
+        self._best_rate = 0  # bytes a second
+        self._seen = TcpInfo()
+
+    def look(self, burst_bytes: int) -> int:
+        """How many bytes to write now, lest the window close that a burst of so many needs. Call it
+        many times in a retransmission timeout. Raises `OSError` for a socket that is closed.
+        """
+        if not self._closes and self._losses is None:
+            return 0
+        info = tcp_info(self._socket)
+        self._best_rate = max(self._best_rate, info.bytes_per_s)
+        if self._losses is not None:
+            self._losses.see(info.sent - self._seen.sent, info.lost - self._seen.lost)
+            self._seen = info
+            if self._losses.are_random:
+                self._take_bbr()
+        if not self._closes or not _is_closing(info):
+            return 0
+        in_flight = self._best_rate * info.least_round_trip_us / 1e6
+        return min(burst_bytes, round(in_flight), info.window * info.segment)
+
+    def _take_bbr(self) -> None:
+        self._losses = None
+        with suppress(OSError):  # it is not there, or only root may take it
+            _take(self._socket, _BBR)
+            self._closes = False
+
+
+def _is_closing(info: TcpInfo) -> bool:
+    is_long = info.round_trip_us >= _LONG_US
+    idle_us = info.last_sent_ms * 1e3
+    return is_long and not info.unacknowledged and idle_us >= _CLOSING * info.timeout_us
+
+
+def set_congestion_control(sock: socket.socket, name: str) -> None:
+    """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but on
+    a long path it begins with Reno in the place of BBR: see `Window`.
+
+    Raises `ConfigError` where the host does not have it, or allows it to root alone.
+    """
+    if name == "host":
+        return
+    if name == "auto":
+        if _taken(sock) == _BBR and tcp_info(sock).round_trip_us >= _LONG_US:
+            with suppress(OSError):
+                _take(sock, "reno")
+        return
+    try:
+        _take(sock, name)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f'transport.congestion_control "{name}" cannot be set on this host: {reason}; take one '
+            "that `sysctl net.ipv4.tcp_allowed_congestion_control` lists, have root add it there "
+            "(modprobe tcp_NAME loads it), or leave it out"
+        ) from None
+
+
+def _take(sock: socket.socket, name: str) -> None:
+    if _CONGESTION is None:
+        raise OSError("this system sets it for all sockets alone")
+    sock.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+
+
+def _taken(sock: socket.socket) -> str:
+    """Empty where the system does not say."""
+    if _CONGESTION is None:
+        return ""
+    try:
+        name = sock.getsockopt(socket.IPPROTO_TCP, _CONGESTION, 16)
+    except OSError:  # not TCP
+        return ""
+    return name.rstrip(b"\0").decode()
+
+
+def _closes_in_pauses(sock: socket.socket) -> bool:
+    return _taken(sock) not in ("", _BBR) and _slow_starts_after_idle()
+
+
+def _slow_starts_after_idle() -> bool:
+    try:
+        return _AFTER_IDLE.read_text().strip() != "0"
+    except OSError:  # not Linux
+        return True

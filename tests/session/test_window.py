@@ -1,0 +1,250 @@
+"""When a window is filled, and by which congestion control: over sockets, and on what the kernel
+would say of a long path.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dpipe.errors import ConfigError
+from dpipe.session import window
+from dpipe.session.window import Losses, TcpInfo, Window, set_congestion_control, tcp_info
+
+IDLE = TcpInfo(
+    timeout_us=220_000,
+    segment=1448,
+    unacknowledged=0,
+    last_sent_ms=180,
+    round_trip_us=21_000,
+    least_round_trip_us=20_000,
+    window=100,
+    sent=1_000,
+    lost=0,
+    bytes_per_s=12_500_000,
+)
+
+
+@pytest.fixture
+def after_idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Whether windows close, as the host has it; most do."""
+    setting = tmp_path / "after_idle"
+    setting.write_text("1\n")
+    monkeypatch.setattr(window, "_AFTER_IDLE", setting)
+    return setting
+
+
+@pytest.fixture
+def sock(after_idle: Path) -> Iterator[socket.socket]:
+    with socket.socket() as made:
+        set_congestion_control(made, "reno")  # each Linux has it, and allows it to everybody
+        yield made
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What sockets are told to take, on a host that has BBR."""
+    names = ["bbr"]
+    monkeypatch.setattr(window, "_taken", lambda _: names[-1])
+    monkeypatch.setattr(window, "_take", lambda _, name: names.append(name))
+    return names
+
+
+def say(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+    monkeypatch.setattr(window, "tcp_info", lambda _: IDLE._replace(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_bytes"),
+    [
+        ({}, 144_800),
+        ({"last_sent_ms": 170}, 0),
+        ({"unacknowledged": 1}, 0),
+        ({"round_trip_us": 100}, 0),
+        ({"window": 200}, 250_000),
+    ],
+    ids=["idle", "idle for a moment", "busy", "short path", "more than the path holds"],
+)
+def test_window_is_filled_before_a_pause_closes_it(
+    monkeypatch: pytest.MonkeyPatch,
+    sock: socket.socket,
+    changes: dict[str, int],
+    num_bytes: int,
+) -> None:
+    say(monkeypatch, **changes)
+    assert Window(sock).look(1_000_000) == num_bytes
+
+
+def test_window_is_no_larger_than_bursts_need(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    say(monkeypatch)
+    assert Window(sock).look(20_000) == 20_000
+
+
+def test_path_holds_what_the_best_burst_found(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    """The rate of a burst that shared the link says nothing of the link."""
+    filled = Window(sock)
+    say(monkeypatch, window=1_000)
+    filled.look(1_000_000)
+    say(monkeypatch, window=1_000, bytes_per_s=1_000)
+    assert filled.look(1_000_000) == 250_000
+
+
+@pytest.mark.parametrize(("setting", "num_bytes"), [("1", 20_000), ("0", 0)])
+def test_window_that_outlasts_pauses_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    sock: socket.socket,
+    after_idle: Path,
+    setting: str,
+    num_bytes: int,
+) -> None:
+    after_idle.write_text(setting)
+    say(monkeypatch)
+    assert Window(sock).look(20_000) == num_bytes
+
+
+def test_bbr_s_window_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket, taken: list[str]
+) -> None:
+    say(monkeypatch)
+    assert Window(sock).look(20_000) == 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, as its last number."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[-1])
+    return now
+
+
+def lose(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], watched: Window, every: int, times: int
+) -> None:
+    """One segment in so many, one a second."""
+    for number in range(1, times + 1):
+        clock.append(clock[-1] + 1)
+        say(monkeypatch, sent=number * every, lost=number)
+        watched.look(0)
+
+
+@pytest.mark.parametrize(
+    ("every", "times", "takes_bbr"),
+    [(1_000, 5, True), (1_000, 4, False), (10_000, 20, False)],
+    ids=["0.1 %", "too few to say", "congestion"],
+)
+def test_losses_at_random_ask_for_bbr(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    sock: socket.socket,
+    taken: list[str],
+    every: int,
+    times: int,
+    takes_bbr: bool,
+) -> None:
+    taken.append("cubic")
+    lose(monkeypatch, clock, Window(sock, Losses()), every, times)
+    assert taken[-1] == ("bbr" if takes_bbr else "cubic")
+
+
+def test_losses_of_a_link_are_those_of_all_its_connections(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], sock: socket.socket, taken: list[str]
+) -> None:
+    taken.append("cubic")
+    losses = Losses()
+    for times in (3, 2):
+        assert taken[-1] == "cubic"
+        lose(monkeypatch, clock, Window(sock, losses), 1_000, times)
+    assert taken[-1] == "bbr"
+
+
+def test_what_is_lost_together_counts_once(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], sock: socket.socket, taken: list[str]
+) -> None:
+    """A window that opens too far loses half of itself."""
+    taken.append("cubic")
+    losses = Losses()
+    for number in range(1, 11):
+        clock.append(clock[-1] + 0.015)
+        say(monkeypatch, sent=100 * number, lost=10 * number)
+        Window(sock, losses).look(0)
+    assert taken[-1] == "cubic"
+
+
+def test_congestion_control_that_was_asked_for_is_kept(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], sock: socket.socket, taken: list[str]
+) -> None:
+    taken.append("cubic")
+    lose(monkeypatch, clock, Window(sock), 100, 10)
+    assert taken[-1] == "cubic"
+
+
+def test_host_that_does_not_allow_bbr_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], sock: socket.socket
+) -> None:
+    def refuse(_: socket.socket, name: str) -> None:
+        raise OSError(f"{name} is not allowed")
+
+    monkeypatch.setattr(window, "_take", refuse)
+    watched = Window(sock, Losses())
+    lose(monkeypatch, clock, watched, 100, 10)
+    say(monkeypatch, lost=10)
+    assert watched.look(20_000) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("round_trip_us", "name"), [(20_000, "reno"), (100, "bbr")], ids=["long path", "short path"]
+)
+def test_long_path_begins_with_reno_in_place_of_bbr(
+    monkeypatch: pytest.MonkeyPatch,
+    sock: socket.socket,
+    taken: list[str],
+    round_trip_us: int,
+    name: str,
+) -> None:
+    say(monkeypatch, round_trip_us=round_trip_us)
+    set_congestion_control(sock, "auto")
+    assert taken[-1] == name
+
+
+def test_socket_takes_the_congestion_control_that_it_is_told(sock: socket.socket) -> None:
+    set_congestion_control(sock, "host")
+    name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert name.rstrip(b"\0") == b"reno"
+
+
+def test_congestion_control_that_the_host_lacks_is_refused(sock: socket.socket) -> None:
+    with pytest.raises(ConfigError, match="tcp_allowed_congestion_control"):
+        set_congestion_control(sock, "nobody_wrote_it")
+
+
+def test_kernel_says_how_long_a_connection_is_idle() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as here,
+    ):
+        there, _ = listener.accept()
+        with there:
+            here.sendall(b"x")
+            there.recv(1)
+            time.sleep(0.1)
+            seen = tcp_info(here)
+    assert seen.unacknowledged == 0
+    assert seen.last_sent_ms >= 90
+    assert seen.timeout_us >= 200_000
+    assert 0 < seen.least_round_trip_us <= seen.round_trip_us < 2_000_000
+    assert seen.window >= 10
+    assert seen.segment > 500
+    assert (seen.sent, seen.lost) == (1, 0)
+
+
+def test_socket_that_is_closed_is_an_error() -> None:
+    made = socket.socket()
+    made.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        tcp_info(made)
