@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 
 import click
-from forked import END_S, Forked, import_dpipe
+from forked import END_S, Forked, import_dpipe, make_folder
 from levels import MOST_GROWTH, Levels
 from progress import Fault, Progress, report, values_of
 
@@ -579,7 +579,7 @@ def main(
     kinds = kinds_of(kinds, network)
     end_as_by_ctrl_c()
     import_dpipe()
-    folder.mkdir(parents=True)
+    make_folder(folder)
     folders = options_of(folder, overrides)
     num = load(job, overrides).world_size + spares
     if turns is not None:

@@ -7,7 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
+
+import click
 
 from dpipe.processes.environment import set_up_grpc
 
@@ -20,6 +23,16 @@ def import_dpipe() -> None:
     import_module("dpipe.cli.main")
     import_module("dpipe.agent.coordinate")
     import_module("dpipe.agent.joining")
+
+
+def make_folder(folder: Path) -> None:
+    """Raises `click.UsageError` where it is there: a run's files are not mixed with another's."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise click.UsageError(
+            f"cannot make the folder {folder} ({error.strerror}); choose another --folder"
+        ) from None
 
 
 class Forked:

@@ -119,16 +119,17 @@ class Link:
         """How likely loss delays a message that is sent at `rate_gbps`, and by how much.
 
         A packet that is lost is sent again when those behind it have been acknowledged, a quarter
-        of a round trip later than reordering would explain (RACK: RFC 8985). What is queued ahead
-        counts: as much of the message as is in flight, at most another round trip's bytes (BBR
-        lets twice the path's be in flight). Of what came earlier the rest of the message hides it.
+        of a round trip later than reordering would explain (RACK: RFC 8985). A message that takes
+        longer than a round trip queues behind itself, at most another round trip's bytes (BBR lets
+        twice the path's be in flight). Of what came earlier the rest of the message hides it.
         """
         loss = self.loss_percent / 100
         if loss == 0:
             return Recovery(0.0, 0.0)
         round_trip_us = 2 * (self.delay_us + self.late_us(num_bytes))
         own_us = num_bytes * 8 / (rate_gbps * 1e3)
-        loaded_us = round_trip_us + min(own_us, round_trip_us)
+        queued_us = max(0.0, own_us - round_trip_us)
+        loaded_us = round_trip_us + min(queued_us, round_trip_us)
         in_flight = rate_gbps * 1e3 * loaded_us / 8
         packets = math.ceil(min(num_bytes, in_flight) / SEGMENT_BYTES)
         chance = 1 - math.pow(1 - loss, packets)

@@ -1,4 +1,5 @@
-"""TCP's window on one connection: kept open through pauses, and past losses that are no congestion.
+"""TCP's window on one connection: kept open through pauses and past losses that are no congestion,
+and kept from filling queues.
 
     messages    ####             ####          ####                         ####
     padding                           #  #           #  #  #  #  #  #  #  #
@@ -13,6 +14,10 @@ end drops: as much as the last bursts of messages, at most what the path holds i
 BBR keeps its rate, but learns it too low from messages that come one at a time, and stops sending
 for 0.2 s in ten. It is better where packets are lost at random, which Reno and CUBIC take for
 congestion.
+
+Where nothing is lost Reno and CUBIC fill whatever queue a router has, and the kernel lets 4 MiB be
+under way: seconds of a slow link, behind which signs of life wait. Where round trips say that it
+comes to that, the kernel's send buffer is bounded by what the path holds.
 """
 
 import math
@@ -35,6 +40,12 @@ _LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few
 _LEAST_LOSSES = 5
 _LOSS_SHARE = 5e-4
 _TOGETHER_S = 0.2
+# A queue to be bounded: round trips of so much, and so many times the shortest.
+_LONG_QUEUE_US = 500_000
+_LONG_QUEUE = 4
+_LEAST_BUFFER_BYTES = 32 << 10  # that are asked for: the kernel takes twice as many
+_MOST_BUFFER_BYTES = 1 << 30
+_BUFFER_LOCK = 72  # SO_BUF_LOCK of linux/socket.h, from Linux 5.14 on
 # Offsets in `struct tcp_info` of linux/tcp.h, which only grows.
 _TIMEOUT = 8
 _SEGMENT = 16
@@ -122,7 +133,10 @@ class Window:
     def __init__(self, sock: socket.socket, losses: Losses | None = None) -> None:
         self._socket = sock
         self._losses = losses
-        self._closes = _closes_in_pauses(sock)
+        self._fills_queues = _taken(sock) not in ("", _BBR)
+        self._closes = self._fills_queues and _slow_starts_after_idle()
+        self._may_bound = _may_bound(sock)  # its send buffer
+        self._is_bounded = False
         self._best_rate = 0  # bytes a second
         self._seen = TcpInfo()
 
@@ -130,10 +144,12 @@ class Window:
         """How many bytes to write now, lest the window close that a burst of so many needs. Call it
         many times in a retransmission timeout. Raises `OSError` for a socket that is closed.
         """
-        if not self._closes and self._losses is None:
+        if not self._fills_queues:
             return 0
         info = tcp_info(self._socket)
         self._best_rate = max(self._best_rate, info.bytes_per_s)
+        in_flight = round(self._best_rate * info.least_round_trip_us / 1e6)
+        self._bound_queue(info, in_flight)
         if self._losses is not None:
             self._losses.see(info.sent - self._seen.sent, info.lost - self._seen.lost)
             self._seen = info
@@ -141,14 +157,29 @@ class Window:
                 self._take_bbr()
         if not self._closes or not _is_closing(info):
             return 0
-        in_flight = self._best_rate * info.least_round_trip_us / 1e6
-        return min(burst_bytes, round(in_flight), info.window * info.segment)
+        return min(burst_bytes, in_flight, info.window * info.segment)
+
+    def _bound_queue(self, info: TcpInfo, in_flight: int) -> None:
+        """Let four times as much be under way as the path holds."""
+        queue_us = max(_LONG_QUEUE_US, _LONG_QUEUE * info.least_round_trip_us)
+        is_long = self._is_bounded or info.round_trip_us >= queue_us
+        if not self._may_bound or not is_long:
+            return
+        wanted = min(max(_LEAST_BUFFER_BYTES, 2 * in_flight), _MOST_BUFFER_BYTES)
+        has = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+        if self._is_bounded and wanted <= has:
+            return
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
+        given = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+        self._is_bounded = given >= wanted
+        if not self._is_bounded:  # this user may not have so much: leave it to the kernel again
+            self._socket.setsockopt(socket.SOL_SOCKET, _BUFFER_LOCK, 0)
 
     def _take_bbr(self) -> None:
         self._losses = None
         with suppress(OSError):  # it is not there, or only root may take it
             _take(self._socket, _BBR)
-            self._closes = False
+            self._fills_queues = False
 
 
 def _is_closing(info: TcpInfo) -> bool:
@@ -198,8 +229,13 @@ def _taken(sock: socket.socket) -> str:
     return name.rstrip(b"\0").decode()
 
 
-def _closes_in_pauses(sock: socket.socket) -> bool:
-    return _taken(sock) not in ("", _BBR) and _slow_starts_after_idle()
+def _may_bound(sock: socket.socket) -> bool:
+    """Whether a send buffer that was bounded can be left to the kernel again."""
+    try:
+        sock.getsockopt(socket.SOL_SOCKET, _BUFFER_LOCK)
+    except OSError:
+        return False
+    return True
 
 
 def _slow_starts_after_idle() -> bool:

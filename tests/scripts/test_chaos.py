@@ -49,6 +49,13 @@ def test_progress_reads_a_growing_file_on_from_where_it_was(script: Script, tmp_
     assert progress._read > read
 
 
+def test_folder_that_is_there_is_left_alone(script: Script, tmp_path: Path) -> None:
+    chosen = ["scripts/chaos.toml", "--folder", str(tmp_path)]
+    result = CliRunner().invoke(script("chaos").main, chosen)
+    assert result.exit_code == 2
+    assert "(File exists); choose another --folder" in result.output
+
+
 def test_progress_counts_what_is_repeated(script: Script, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     progress = script("chaos").Progress(path)

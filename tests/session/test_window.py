@@ -115,6 +115,62 @@ def test_bbr_s_window_is_left_alone(
     assert Window(sock).look(20_000) == 0
 
 
+BLOATED = {"round_trip_us": 600_000, "unacknowledged": 1, "bytes_per_s": 4_000_000}
+
+
+def buffer_of(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def is_left_to_the_kernel(sock: socket.socket) -> bool:
+    return not sock.getsockopt(socket.SOL_SOCKET, window._BUFFER_LOCK)
+
+
+def test_queue_that_takes_long_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    """The path holds 80 kB, of which the kernel may send four times as many."""
+    filled = Window(sock)
+    say(monkeypatch, **BLOATED | {"round_trip_us": 400_000})
+    filled.look(0)
+    assert is_left_to_the_kernel(sock)
+    say(monkeypatch, **BLOATED)
+    filled.look(0)
+    assert buffer_of(sock) == 4 * 80_000
+    assert not is_left_to_the_kernel(sock)
+
+
+def test_bound_grows_with_what_the_path_holds(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    filled = Window(sock)
+    for rate, buffer_bytes in ((4, 320_000), (2, 320_000), (5, 400_000)):
+        say(monkeypatch, **BLOATED | {"bytes_per_s": rate * 1_000_000, "round_trip_us": 21_000})
+        if rate == 4:
+            say(monkeypatch, **BLOATED)
+        filled.look(0)
+        assert buffer_of(sock) == buffer_bytes
+
+
+def test_bound_that_the_host_does_not_give_is_left_to_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    filled = Window(sock)
+    say(monkeypatch, **BLOATED | {"bytes_per_s": 100_000_000_000})
+    filled.look(0)
+    assert is_left_to_the_kernel(sock)
+
+
+def test_kernel_that_cannot_take_a_bound_back_is_given_none(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    monkeypatch.setattr(window, "_BUFFER_LOCK", 9_999)
+    before = buffer_of(sock)
+    say(monkeypatch, **BLOATED)
+    Window(sock).look(0)
+    assert buffer_of(sock) == before
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, as its last number."""
