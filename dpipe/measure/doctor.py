@@ -22,6 +22,7 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
+from dpipe.plan.assumed_network import outruns_loss
 from dpipe.session.window import set_congestion_control
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
@@ -121,7 +122,18 @@ def _tcp(config: Config) -> Iterator[Finding]:
             yield Finding("congestion control", State.HURTS, str(error))
     hosts = _sysctl("tcp_congestion_control") or "the system's"
     used = hosts if name in ("auto", "host") else name
+    chooses = name == "auto" and outruns_loss(config)
+    if chooses and hosts == "bbr":
+        used = "reno, in the place of the host's bbr"
     yield Finding(f"congestion control {used}")
+    allowed = (_sysctl("tcp_allowed_congestion_control") or "bbr").split()
+    if chooses and "bbr" not in allowed:
+        yield Finding(
+            "no bbr: where packets are lost a step takes longer than predicted",
+            State.NOTE,
+            "modprobe tcp_bbr, then sysctl net.ipv4.tcp_allowed_congestion_control="
+            f"'{' '.join(allowed)} bbr'",
+        )
     for key in ("tcp_rmem", "tcp_wmem"):
         limits = (_sysctl(key) or "").split()
         if not limits:

@@ -7,6 +7,7 @@ segments smaller, before it dials.
 """
 
 import socket
+from collections.abc import Callable
 
 # Bytes of a segment: the path's own; what an IPv6 path must carry; what an IPv4 host must take.
 SEGMENTS = (None, 1200, 536)
@@ -17,9 +18,15 @@ def smaller(segment: int | None) -> int | None:
     return SEGMENTS[min(SEGMENTS.index(segment) + 1, len(SEGMENTS) - 1)]
 
 
-def dial(address: str, timeout_s: float, segment: int | None = None) -> socket.socket:
-    """A connection to `host:port`, whose both ends send segments of at most `segment` bytes. Raises
-    `OSError`, and `ValueError` where there is no port.
+def dial(
+    address: str,
+    timeout_s: float,
+    segment: int | None = None,
+    prepare: Callable[[socket.socket], None] = lambda _: None,
+) -> socket.socket:
+    """A connection to `host:port`, whose both ends send segments of at most `segment` bytes;
+    `prepare` sets what must be set before it is opened. Raises `OSError`, and `ValueError` where
+    there is no port.
     """
     host, _, port = address.rpartition(":")
     failure = OSError(f"{address} has no address")
@@ -30,11 +37,15 @@ def dial(address: str, timeout_s: float, segment: int | None = None) -> socket.s
         try:
             if segment is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
+            prepare(sock)
             sock.settimeout(timeout_s)
             sock.connect(target)
         except OSError as error:
             sock.close()
             failure = error
+        except BaseException:
+            sock.close()
+            raise
         else:
             return sock
     raise failure

@@ -54,6 +54,7 @@ _LAST_SENT = 44
 _ROUND_TRIP = 68
 _WINDOW = 80
 _REPEATED = 100
+_ACKNOWLEDGED_BYTES = 120
 _LEAST_ROUND_TRIP = 148
 _SENT = 156
 _RATE = 160
@@ -73,6 +74,7 @@ class TcpInfo(NamedTuple):
     window: int = 0  # segments
     sent: int = 0  # segments
     lost: int = 0  # of them, as far as this end can tell
+    acknowledged_bytes: int = 0
     bytes_per_s: int = 0  # of the last ones that arrived
 
 
@@ -82,11 +84,10 @@ def tcp_info(sock: socket.socket) -> TcpInfo:
         return TcpInfo()
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES).ljust(_BYTES, b"\0")
 
-    def number(offset: int) -> int:
-        (value,) = struct.unpack_from("I", info, offset)
+    def number(offset: int, kind: str = "I") -> int:
+        (value,) = struct.unpack_from(kind, info, offset)
         return int(value)
 
-    (bytes_per_s,) = struct.unpack_from("Q", info, _RATE)
     return TcpInfo(
         timeout_us=number(_TIMEOUT),
         segment=number(_SEGMENT),
@@ -98,7 +99,8 @@ def tcp_info(sock: socket.socket) -> TcpInfo:
         sent=number(_SENT),
         # The other end had some of them twice: they were late and not lost.
         lost=max(0, number(_REPEATED) - number(_IN_VAIN)),
-        bytes_per_s=bytes_per_s,
+        acknowledged_bytes=number(_ACKNOWLEDGED_BYTES, "Q"),
+        bytes_per_s=number(_RATE, "Q"),
     )
 
 
@@ -189,15 +191,16 @@ def _is_closing(info: TcpInfo) -> bool:
 
 
 def set_congestion_control(sock: socket.socket, name: str) -> None:
-    """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but on
-    a long path it begins with Reno in the place of BBR: see `Window`.
+    """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but it
+    begins with Reno in the place of BBR: see `Window`. Before a connection is opened: BBR has the
+    kernel space packets out from then on, whatever follows it.
 
     Raises `ConfigError` where the host does not have it, or allows it to root alone.
     """
     if name == "host":
         return
     if name == "auto":
-        if _taken(sock) == _BBR and tcp_info(sock).round_trip_us >= _LONG_US:
+        if _taken(sock) == _BBR:
             with suppress(OSError):
                 _take(sock, "reno")
         return

@@ -11,6 +11,7 @@ say how a connection is opened and answered.
 """
 
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from dpipe.session.frames import Frames
 from dpipe.session.greeting import Greeted
 from dpipe.session.lobby import Lobby
 from dpipe.session.redial import GREETING_S, dial_again
-from dpipe.session.session import LOOK_S, LinkSession, reason_of
+from dpipe.session.session import LinkSession, reason_of
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, Connection, Mesh, Token
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
@@ -185,6 +186,7 @@ class SessionMesh(Mesh[SessionConnection]):
     """Opens connections, and opens them again. Its `_listen` begins with `_open_lobby`."""
 
     connection_type: type[SessionConnection] = SessionConnection
+    look_s = math.inf  # how often connections are looked at, at the least
 
     @abstractmethod
     def _call(
@@ -321,7 +323,7 @@ class SessionMesh(Mesh[SessionConnection]):
         """Notice connections that have fallen silent, and keep this end's from being so."""
         interval_s = self._heartbeat_s / _WATCHES
         watched_at = stopped_until = time.monotonic()
-        while not self._stopping.wait(min(interval_s, LOOK_S)):
+        while not self._stopping.wait(min(interval_s, self.look_s)):
             now = time.monotonic()
             if now - watched_at > 2 * interval_s:
                 stopped_until = now

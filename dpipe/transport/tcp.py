@@ -19,6 +19,7 @@ from dpipe.session.dial import dial
 from dpipe.session.frames import ByteFrames
 from dpipe.session.listen import ACCEPT_S, open_listener
 from dpipe.session.redial import GREETING_S
+from dpipe.session.session import LOOK_S
 from dpipe.session.stream import Tls, keep_little_unsent, shut, stream_over, tune
 from dpipe.session.window import Losses, set_congestion_control
 from dpipe.transport.mesh import MAX_LINKS, WAKE_S
@@ -42,14 +43,14 @@ class TcpTransport(SessionMesh):
     """A mesh of TCP connections."""
 
     connection_type = TcpConnection
+    look_s = LOOK_S
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         self._tls = Tls(security) if security.tls else None
         self._losses = defaultdict[int, Losses](Losses)  # by peer
-        # Diallers that may be in the lobby at once.
-        self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
+        self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)  # in the lobby
         self._listener = open_listener(bind, port)
-        # Here too, so that a host that does not allow it says so before anybody is met.
+        # Those that it accepts have it as well.
         try:
             set_congestion_control(self._listener, self._congestion_control)
         except ConfigError:
@@ -72,7 +73,8 @@ class TcpTransport(SessionMesh):
         deadline: float,
     ) -> Iterator[Called]:
         left_s = max(0.001, deadline - time.monotonic())
-        raw = dial(address, left_s, connection.segment)
+        prepare = partial(set_congestion_control, name=self._congestion_control)
+        raw = dial(address, left_s, connection.segment, prepare)
         with self._secured(raw, deadline, server=False) as sock:
             greeted = greeting.call(sock, hello, secret, deadline)
             confirm = partial(greeting.confirm, sock, deadline)
@@ -161,7 +163,6 @@ class TcpTransport(SessionMesh):
         sock = raw
         try:
             tune(raw, self._heartbeat_s, self._transfer_timeout_s)
-            set_congestion_control(raw, self._congestion_control)
             if self._num_connections > 1:
                 keep_little_unsent(raw)
             if self._tls is not None:

@@ -15,8 +15,10 @@ NAMES = (
     "gpt3xl_narrow",
     "gpt3xl_stock",  # with TCP as it comes
     "gpt3xl_stock_cubic",
+    "gpt3xl_stock_bbr",
     "finetuning_lossy",  # on links that lose and delay packets
     "finetuning_lossy_cubic",
+    "finetuning_lossy_bbr",
 )
 HEAD = (
     "one-way delay, bandwidth",

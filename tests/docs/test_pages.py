@@ -13,12 +13,6 @@ STATIC = [page for page in PAGES if page != README]
 _PATH = re.compile(r"(?:\./)?((?:scripts|tests|dpipe|netem|docs|\.ci)(?:/[\w.-]+)+/?)")
 _MADE = (
     "dpipe/wire/v1",  # by setup.py, from protos/
-    # By scripts/sweep.py, once they are measured.
-    "scripts/results/gpt3xl_narrow.jsonl",
-    "scripts/results/gpt3xl_stock.jsonl",
-    "scripts/results/gpt3xl_stock_cubic.jsonl",
-    "scripts/results/finetuning_lossy.jsonl",
-    "scripts/results/finetuning_lossy_cubic.jsonl",
 )
 
 

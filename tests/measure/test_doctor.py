@@ -82,6 +82,32 @@ def test_settings_of_tcp_that_cost_time_are_noted(
     assert any(finding.what.startswith(text) for finding in found())
 
 
+@pytest.mark.parametrize(
+    ("allowed", "kind", "is_noted"),
+    [("reno cubic", "tcp", True), ("reno cubic bbr", "tcp", False), ("reno cubic", "grpc", False)],
+)
+def test_host_without_bbr_is_noted_where_a_run_would_take_it(
+    allowed: str,
+    kind: str,
+    is_noted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "tcp_allowed_congestion_control").write_text(f"{allowed}\n")
+    monkeypatch.setattr(doctor, "_SYSCTL", tmp_path)
+    mends = [finding.mend for finding in found(transport={"kind": kind})]
+    assert any("'reno cubic bbr'" in mend for mend in mends) == is_noted
+
+
+def test_bbr_of_the_host_is_replaced_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tcp_congestion_control").write_text("bbr\n")
+    monkeypatch.setattr(doctor, "_SYSCTL", tmp_path)
+    said = [finding.what for finding in found(transport={"kind": "tcp"})]
+    assert "congestion control reno, in the place of the host's bbr" in said
+
+
 def test_exit_code_says_whether_something_is_bad() -> None:
     well = CliRunner().invoke(main, ["doctor"])
     assert well.exit_code == 0, well.output

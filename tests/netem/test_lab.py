@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 from click.testing import CliRunner
@@ -121,6 +122,28 @@ def test_links_of_a_host_share_its_egress(lab, profile):
     links = {(lab.hosts[0], lab.hosts[1]): fast, (lab.hosts[0], lab.hosts[2]): slow}
     observed = measure.observe_together(links, seconds=1.0)
     assert sum(link.bandwidth_gbps for link in observed.values()) < 0.4 * 1.1
+
+
+def test_window_stays_open_through_a_pause(lab, profile):
+    """A message of 400 kB takes a round trip and 32 ms then, and three round trips where the window
+    has closed.
+    """
+    labs.set_profile(lab, profile(text(Link(40, 0.1))))
+    script = ROOT / "tests/netem/paused_link.py"
+    near, far = lab.hosts[:2]
+
+    def began(host: measure.Host, *words: str) -> subprocess.Popen[str]:
+        argv = host.enter([sys.executable, str(script), *words])
+        return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    took = {}
+    for how, port in (("warm", "7101"), ("cold", "7102")):
+        words = ("call", far.address, port, how)
+        with began(far, "listen", port) as listening, began(near, *words) as calling:
+            written, _ = calling.communicate(timeout=60)
+            took[how] = median(map(float, written.split()))
+            assert [calling.wait(timeout=20), listening.wait(timeout=20)] == [0, 0]
+    assert took["warm"] < 0.6 * took["cold"]
 
 
 def test_those_who_send_to_a_host_share_its_ingress(lab, profile):

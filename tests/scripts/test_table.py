@@ -296,8 +296,10 @@ def test_network_of_a_row_says_what_becomes_of_its_packets(table):
         "gpt3xl_narrow",
         "gpt3xl_stock",
         "gpt3xl_stock_cubic",
+        "gpt3xl_stock_bbr",
         "finetuning_lossy",
         "finetuning_lossy_cubic",
+        "finetuning_lossy_bbr",
     ],
 )
 def test_results_page_has_what_was_measured_with_tcp_as_it_comes(table, name, tmp_path):

@@ -1344,8 +1344,6 @@ DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *KEEPER, *ELASTIC, *FILES]
 
 # Functions that parse data from this machine or this process.
 OWN = {
-    "dpipe.measure.tcp_info:_int": "what the kernel says of a socket",
-    "dpipe.measure.tcp_info:counts": "what the kernel says of a socket",
     "dpipe.session.window:number": "what the kernel says of a socket",
     "dpipe.session.window:tcp_info": "what the kernel says of a socket",
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
