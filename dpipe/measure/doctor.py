@@ -22,7 +22,7 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
-from dpipe.plan.assumed_network import outruns_loss
+from dpipe.plan.assumed_network import losses_are_outrun
 from dpipe.session.window import set_congestion_control
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
@@ -122,7 +122,7 @@ def _tcp(config: Config) -> Iterator[Finding]:
             yield Finding("congestion control", State.HURTS, str(error))
     hosts = _sysctl("tcp_congestion_control") or "the system's"
     used = hosts if name in ("auto", "host") else name
-    chooses = name == "auto" and outruns_loss(config)
+    chooses = name == "auto" and losses_are_outrun(config)
     if chooses and hosts == "bbr":
         used = "reno, in the place of the host's bbr"
     yield Finding(f"congestion control {used}")

@@ -19,11 +19,11 @@ def configured_network(config: Config, profile: str | None) -> Network:
         headers=config.counts_headers,
         devices_per_seat=config.ranks_per_machine,
         seats=config.predict.seats,
-        ignores_loss=outruns_loss(config),
+        outruns_loss=losses_are_outrun(config),
     )
 
 
-def outruns_loss(config: Config) -> bool:
+def losses_are_outrun(config: Config) -> bool:
     """Whether packets that are lost at random do not make the windows of a run's links small."""
     transport = config.transport
     takes_bbr = transport.congestion_control in ("auto", "bbr")
@@ -37,13 +37,13 @@ def assumed_network(
     headers: bool = False,
     devices_per_seat: int = 1,
     seats: Seats = (),
-    ignores_loss: bool = False,
+    outruns_loss: bool = False,
 ) -> Network:
     """The network of `profile`, or loopback without one, with `connections` TCP connections a link.
 
     With `headers` the profile's rates include packet headers, so messages get less than these. A
     `machines.toml` may stand for a profile: its ranks sit on `seats`, or in the order of the file,
-    and its rates are those of messages, as they are measured. `ignores_loss` is its `outruns_loss`.
+    and its rates are those of messages, as they are measured. `outruns_loss` is its own.
     """
     if profile and lists_machines(profile):
         cluster = load_machines(profile)
@@ -52,7 +52,7 @@ def assumed_network(
         network = load_network(profile) if profile else Network()
         if profile and headers:
             network = network.for_payload()
-    network = replace(network, outruns_loss=ignores_loss)
+    network = replace(network, outruns_loss=outruns_loss)
     return network.over_enough() if connections == "auto" else network.over(connections)
 
 

@@ -29,7 +29,7 @@ from dpipe.placement.climb import Placed
 from dpipe.placement.estimate import Estimate, estimate
 from dpipe.placement.fleet import Floats, Ints
 from dpipe.placement.problem import PlanProblem
-from dpipe.plan.assumed_network import outruns_loss
+from dpipe.plan.assumed_network import losses_are_outrun
 from dpipe.plan.forecast import (
     Forecast,
     agreeing_share,
@@ -116,10 +116,9 @@ class Trial:
     def _network(self, machines: Ints) -> Network:
         names = self.problem.cluster.names
         seats = [names[machine] for machine in machines]
-        transport = self.config.transport
         network = message_network_of(self.problem.cluster, seats)
-        network = replace(network, outruns_loss=outruns_loss(self.config))
-        connections = transport.connections
+        network = replace(network, outruns_loss=losses_are_outrun(self.config))
+        connections = self.config.transport.connections
         if connections == "auto":
             return network.over_enough()
         return network.over(connections)

@@ -93,7 +93,7 @@ class TraceInputs:
             headers=self.headers,
             devices_per_seat=self.tensor_size,
             seats=self.seats,
-            ignores_loss=self.outruns_loss,
+            outruns_loss=self.outruns_loss,
         )
 
     @property

@@ -17,7 +17,7 @@ from dpipe.data.corpus import Corpus
 from dpipe.data.feed import Text
 from dpipe.errors import InputError
 from dpipe.network.link import Host
-from dpipe.plan.assumed_network import outruns_loss
+from dpipe.plan.assumed_network import losses_are_outrun
 from dpipe.plan.costs import layer_flops
 from dpipe.plan.run_plan import RunPlan
 from dpipe.report.efficiency import mfu, peak_of, train_flops
@@ -104,7 +104,7 @@ def _save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path)
         tensor_size=config.tensor_parallel.size,
         waits_for_verdict=config.train.waits_for_verdict,
         seats=config.predict.seats,
-        outruns_loss=outruns_loss(config),
+        outruns_loss=losses_are_outrun(config),
     )
     save_inputs(folder / "trace", inputs)
 

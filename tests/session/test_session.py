@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,31 +81,44 @@ def test_padding_is_dropped_between_messages(
     assert ends[1].received == 5 + len(large) + 4 + 3
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The session's time, as its last number."""
+    now = [100.0]
+    monkeypatch.setattr("dpipe.session.session.time", SimpleNamespace(monotonic=lambda: now[-1]))
+    return now
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For bursts of how many bytes a stream was asked what padding they need."""
+    bursts: list[int] = []
+    monkeypatch.setattr(SocketStream, "padding", lambda _, burst: bursts.append(burst) or 0)
+    return bursts
+
+
 def test_window_is_kept_for_half_a_minute_after_the_last_message(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, clock: list[float], asked: list[int]
 ) -> None:
-    asked = []
-    monkeypatch.setattr(SocketStream, "padding", lambda _, burst: asked.append(burst) or 0)
     attach(ends)
-    ends[0].keep_warm(time.monotonic())
+    ends[0].keep_warm(clock[-1])
     assert not asked  # nothing was written: there is no window
     ends[0].write(b"", memoryview(b"x"))
-    ends[0].keep_warm(time.monotonic() + 29)
-    ends[0].keep_warm(time.monotonic() + 31)
+    ends[0].keep_warm(clock[-1] + 30)
+    ends[0].keep_warm(clock[-1] + 31)
     assert asked == [1]
 
 
 def test_window_is_kept_for_what_is_written_between_two_pauses(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, clock: list[float], asked: list[int]
 ) -> None:
-    asked = []
-    monkeypatch.setattr(SocketStream, "padding", lambda _, burst: asked.append(burst) or 0)
     attach(ends)
     for _ in range(3):
+        clock.append(clock[-1] + 0.04)
         ends[0].write(b"", memoryview(bytes(1_000)))
-    time.sleep(0.06)
+    clock.append(clock[-1] + 0.06)
     ends[0].write(b"", memoryview(b"x"))
-    ends[0].keep_warm(time.monotonic())
+    ends[0].keep_warm(clock[-1])
     assert asked == [3_000]
 
 

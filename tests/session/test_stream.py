@@ -7,11 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpipe.session.stream import (
-    SocketStream,
-    keep_little_unsent,
-    tune,
-)
+from dpipe.session.stream import SocketStream, keep_little_unsent, tune
 
 Streams = tuple[SocketStream, SocketStream]
 
