@@ -120,6 +120,7 @@ def _tcp(config: Config) -> Iterator[Finding]:
             set_congestion_control(sock, name)
         except ConfigError as error:
             yield Finding("congestion control", State.HURTS, str(error))
+            name = "host"  # what is left
     hosts = _sysctl("tcp_congestion_control") or "the system's"
     used = hosts if name in ("auto", "host") else name
     chooses = name == "auto" and losses_are_outrun(config)
