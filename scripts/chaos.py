@@ -4,16 +4,19 @@ run that nothing happened to.
     scripts/chaos job.toml --kill-every 60 --minutes 15 --seed 1
     scripts/chaos job.toml --network netem/profiles/10ms-1gbps.toml     each machine a host of a lab
     scripts/chaos job.toml --guarding 20      what copies cost: 20 turns with them, 20 without
+    scripts/chaos job.toml --undisturbed chaos/undisturbed --folder more --seed 2
     scripts/chaos --simulate 100000 --seed 1      clusters on a virtual clock instead: no job
 
     undisturbed   dpipe launch, or the same without faults   losses, parameters, seconds
+                  (or what --undisturbed kept of another call)
     disturbed     dpipe coordinate, a dpipe join a rank      the same, to the last bit?
                   and a spare; a fault every so often
 
 Faults, by the seed: a machine is killed (and a new one joins), a machine is stopped for a while,
 the coordinator is killed and started again; in a lab also: a machine's cable is cut for a while.
 Only where --fault asks for them: the coordinator is killed, its folder deleted, and a standby takes
-over; in a lab, half of the machines are parted from the others and from the coordinator.
+over; a parameter server, which then runs by itself, is killed and started again, or begins on
+another machine; in a lab, half of the machines are parted from the others and from the coordinator.
 What each process holds is looked at once a minute (levels.py): an hour of `--fault kill
 --kill-every 60` leaves a coordinator whose memory and descriptors must stay level, one of `--fault
 pause` also machines. Exits with 1 where a bit differs, or a process grows.
@@ -23,13 +26,11 @@ import hashlib
 import os
 import random
 import secrets
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -37,14 +38,14 @@ from statistics import median
 import click
 from forked import END_S, Forked, import_dpipe, make_folder
 from levels import MOST_GROWTH, Levels
-from progress import Fault, Progress, report, values_of
+from machines import Machines, lab_of, machines_of
+from progress import Fault, Progress, ended, report, values_of
 
 from dpipe.cli.options import MAX_WAIT_S, NumberRange
 from dpipe.config.load import load
 from dpipe.engine.update import Verdict
 from dpipe.epoch.guard import Guard
-from dpipe.errors import CheckpointError
-from dpipe.processes.launch import free_port
+from dpipe.errors import CheckpointError, ConfigError
 from dpipe.store import checkpoint
 from netem import lab as labs
 
@@ -54,159 +55,20 @@ CUTS_S = PAUSES_S
 FAULTS = ("kill", "pause", "coordinator")
 CUT = "cut"
 TAKEOVER = "takeover"
+SERVER = "server"
 SHARED = "shared"  # where checkpoints are that outlive a coordinator's folder
 PARTITION = "partition"
 LOOK_S = 0.05
 
 
-Process = Forked | subprocess.Popen[bytes]
+@dataclass(frozen=True)
+class Storm:
+    """Which faults, by which dice, one in how many seconds, and for how many minutes."""
 
-
-@dataclass
-class Machines:
-    """The processes of a run: on this machine, or each on a host of `lab`, the coordinator on the
-    first, and a standby on the last.
-    """
-
-    folder: Path
-    address: str
-    overrides: list[str]
-    job: str
-    environ: dict[str, str]
-    lab: labs.Lab | None = None
-    coordinator: Process | None = None
-    standby: Process | None = None
-    standby_address: str = ""
-    num_coordinators: int = 0
-    parted_until: float | None = None
-    running: dict[str, Process] = field(default_factory=dict)
-    paused: dict[str, float] = field(default_factory=dict)  # until when
-    cut: dict[str, float] = field(default_factory=dict)
-    hosts: dict[str, int] = field(default_factory=dict)
-    num_joined: int = 0
-    levels: Levels = field(default_factory=Levels)
-
-    def coordinate(self) -> None:
-        argv = ["coordinate", self.job, *self.overrides, "--bind", self.address]
-        self.coordinator = self._start("coordinator", argv, 0)
-
-    def stand_by(self) -> None:
-        """Another one, in a folder of its own; in a lab the last host and the first take turns."""
-        self.num_coordinators += 1
-        host = 0
-        address = "127.0.0.1"
-        if self.lab is not None:
-            host = (self.lab.num_hosts - 1) * (self.num_coordinators % 2)
-            address = self.lab.addresses[host]
-        self.standby_address = f"{address}:{free_port()}"
-        own = ["-o", f'run.folder="{self.folder_of_standby}"', "--standby"]
-        argv = ["coordinate", self.job, *self.overrides, *own, "--bind", self.standby_address]
-        self.standby = self._start(f"standby{self.num_coordinators}", argv, host)
-
-    @property
-    def folder_of_standby(self) -> Path:
-        return self.folder / f"taken-over-{self.num_coordinators}"
-
-    def take_over(self, progress: Progress) -> None:
-        """The coordinator's machine is gone, with its folder."""
-        assert self.coordinator is not None
-        self.coordinator.kill()
-        self.coordinator.wait()
-        shutil.rmtree(progress.path.parent)
-        progress.path = self.folder_of_standby / "metrics.jsonl"
-        self.address = self.standby_address
-        self.coordinator = self.standby
-        self.stand_by()
-
-    def part(self, names: Iterable[str], seconds: float) -> None:
-        assert self.lab is not None
-        if self.parted_until is not None:
-            labs.rejoin(self.lab)
-        labs.part(self.lab, [self.hosts[name] for name in names])
-        self.parted_until = time.monotonic() + seconds
-
-    def join(self) -> str:
-        name = f"m{self.num_joined}"
-        self.num_joined += 1
-        taken = set(self.hosts.values())
-        host = next(number for number in range(1, len(taken) + 2) if number not in taken)
-        self.hosts[name] = host
-        self.running[name] = self._start(name, ["join", self.address, "--name", name], host)
-        return name
-
-    def kill(self, name: str) -> None:
-        process = self.running.pop(name)
-        process.kill()
-        process.wait()
-        if name in self.cut:
-            self.mend(name)
-        del self.hosts[name]
-
-    def cut_off(self, name: str, seconds: float) -> None:
-        assert self.lab is not None
-        labs.cut(self.lab, self.hosts[name])
-        self.cut[name] = time.monotonic() + seconds
-
-    def mend(self, name: str) -> None:
-        assert self.lab is not None
-        del self.cut[name]
-        labs.mend(self.lab, self.hosts[name])
-
-    def pause(self, name: str, seconds: float) -> None:
-        self.running[name].send_signal(signal.SIGSTOP)
-        self.paused[name] = time.monotonic() + seconds
-
-    def wake(self) -> None:
-        if self.parted_until is not None and time.monotonic() > self.parted_until:
-            assert self.lab is not None
-            self.parted_until = None
-            labs.rejoin(self.lab)
-        for name in [name for name, until in self.paused.items() if time.monotonic() > until]:
-            del self.paused[name]
-            if name in self.running:
-                self.running[name].send_signal(signal.SIGCONT)
-        for name in [name for name, until in self.cut.items() if time.monotonic() > until]:
-            self.mend(name)
-
-    def tend(self) -> None:
-        """End what has lasted long enough; and once a minute: does any process hold more?"""
-        self.wake()
-        processes = dict(self.running)
-        if self.coordinator is not None:
-            processes["coordinator"] = self.coordinator
-        self.levels.look(time.monotonic(), {name: each.pid for name, each in processes.items()})
-
-    def awake(self) -> list[str]:
-        return [
-            name
-            for name, process in self.running.items()
-            if name not in {*self.paused, *self.cut} and process.poll() is None
-        ]
-
-    def _start(self, name: str, argv: Sequence[str], host: int) -> Process:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            if self.lab is None:
-                return Forked(argv, self.environ, log.fileno())
-            command = self.lab.hosts[host].enter([sys.executable, "-m", "dpipe", *argv])
-            return subprocess.Popen(command, env=self.environ, stdout=log, stderr=subprocess.STDOUT)
-
-    def end(self) -> None:
-        processes = [*self.running.values()]
-        for each in (self.coordinator, self.standby):
-            if each is not None:
-                processes.append(each)
-        for process in processes:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + END_S
-        for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for line in self.levels.lines():
-            click.echo(line)
+    kinds: Sequence[str] = ()
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    every_s: float = 60.0
+    minutes: float = 0.0
 
 
 def digest_of(url: str) -> str:
@@ -220,7 +82,7 @@ def digest_of(url: str) -> str:
     return total.hexdigest()
 
 
-def undisturbed(job: str, overrides: Sequence[str], environ: dict[str, str]) -> Progress:
+def launched(job: str, overrides: Sequence[str], environ: dict[str, str]) -> Progress:
     """Raises `SystemExit` where the job does not run at all."""
     folder = Path(load(job, [text for text in overrides if text != "-o"]).run.folder)
     progress = Progress(folder / "metrics.jsonl")
@@ -239,15 +101,16 @@ def undisturbed(job: str, overrides: Sequence[str], environ: dict[str, str]) -> 
     return progress
 
 
-def strike(
-    machines: Machines, progress: Progress, draw: random.Random, kinds: Sequence[str]
-) -> tuple[str, str]:
+def strike(machines: Machines, progress: Progress, storm: Storm) -> tuple[str, str]:
     """One fault; says of which kind, and what it is."""
-    kind = draw.choice(kinds)
+    draw = storm.draw
+    kind = draw.choice(storm.kinds)
     awake = machines.awake()
     if kind == TAKEOVER:
         machines.take_over(progress)
         return kind, "the coordinator is killed, and its folder deleted: a standby takes over"
+    if kind == SERVER:
+        return lose_server(machines, draw)
     if kind == PARTITION and awake:
         seconds = draw.choice(CUTS_S)
         side = sorted(draw.sample(sorted(awake), max(1, len(awake) // 2)))
@@ -273,14 +136,15 @@ def strike(
     return kind, f"{name} is killed, {machines.join()} joins"
 
 
-def disturb(
-    machines: Machines,
-    progress: Progress,
-    draw: random.Random,
-    kinds: Sequence[str],
-    every_s: float,
-    minutes: float,
-) -> list[Fault]:
+def lose_server(machines: Machines, draw: random.Random) -> tuple[str, str]:
+    if draw.random() < 0.5:
+        machines.restart_server()
+        return SERVER, "the parameter server is killed and started again"
+    machines.move_server()
+    return f"{SERVER} elsewhere", "the parameter server is killed, and one begins elsewhere"
+
+
+def disturb(machines: Machines, progress: Progress, storm: Storm) -> list[Fault]:
     """Until the coordinator says that the run is over."""
     faults: list[Fault] = []
     next_at: float | None = None
@@ -298,12 +162,12 @@ def disturb(
             fault.still_s = max(fault.still_s or 0.0, still_s)
         newest_at = progress.newest_at
         if next_at is None and progress.newest >= 0:
-            next_at = now + every_s * draw.uniform(0.5, 1.5)
-            last_at = now + 60 * minutes
-        if kinds and next_at is not None and next_at <= now <= last_at:
-            faults.append(Fault(*strike(machines, progress, draw, kinds), now, progress.best))
+            next_at = now + storm.every_s * storm.draw.uniform(0.5, 1.5)
+            last_at = now + 60 * storm.minutes
+        if storm.kinds and next_at is not None and next_at <= now <= last_at:
+            faults.append(Fault(*strike(machines, progress, storm), now, progress.best))
             click.echo(f"  step {progress.best}: {faults[-1].what}")
-            next_at = now + every_s * draw.uniform(0.5, 1.5)
+            next_at = now + storm.every_s * storm.draw.uniform(0.5, 1.5)
         if any(process.poll() is None for process in machines.running.values()):
             there_at = now
         elif now - there_at > END_S:
@@ -314,52 +178,21 @@ def disturb(
     return faults
 
 
-@contextmanager
-def machines_of(
+def undisturbed(
     job: str,
-    overrides: list[str],
+    options: list[str],
     folder: Path,
     num: int,
     environ: dict[str, str],
-    lab: labs.Lab | None = None,
-    *,
-    has_standby: bool = False,
-    levels: Levels | None = None,
-) -> Iterator[Machines]:
-    address = "127.0.0.1" if lab is None else lab.addresses[0]
-    machines = Machines(folder, f"{address}:{free_port()}", overrides, job, environ, lab)
-    machines.levels = levels or machines.levels
-    try:
-        machines.coordinate()
-        if has_standby:
-            machines.stand_by()
-        for _ in range(num):
-            machines.join()
-        yield machines
-    finally:
-        machines.end()
-
-
-@contextmanager
-def lab_of(network: Path | None, num_hosts: int) -> Iterator[labs.Lab | None]:
-    if network is None:
-        yield None
-        return
-    name = f"chaos{os.getpid()}"
-    try:
-        yield labs.up(name, num_hosts, network)
-    finally:
-        labs.down(name)
-
-
-def undisturbed_in(
-    lab: labs.Lab, job: str, options: list[str], folder: Path, num: int, environ: dict[str, str]
+    lab: labs.Lab | None,
 ) -> Progress:
-    """The same on the hosts of a lab. Raises `SystemExit` where the run fails."""
+    """Raises `SystemExit` where the job does not run at all."""
+    if lab is None:
+        return launched(job, options, environ)
     progress = Progress(folder / "undisturbed" / "metrics.jsonl")
     (folder / "calm").mkdir()
     with machines_of(job, options, folder / "calm", num, environ, lab) as machines:
-        disturb(machines, progress, random.Random(0), (), 0.0, 0.0)
+        disturb(machines, progress, Storm())
         assert machines.coordinator is not None
         code = machines.coordinator.wait()
     if code:
@@ -430,7 +263,7 @@ def measure_guarding(job: str, overrides: list[str], folder: Path, num: int, tur
     guard_in_turns(block)
     progress = Progress(Path(config.run.folder) / "metrics.jsonl")
     with machines_of(job, overrides, folder, num, with_token()) as machines:
-        disturb(machines, progress, random.Random(0), (), 0.0, 0.0)
+        disturb(machines, progress, Storm())
     ratios = []
     seconds = values_of(progress.path, "step_s")
     # The first pair has what only a first step does.
@@ -456,28 +289,27 @@ def run_both(
     folder: Path,
     num: int,
     network: Path | None,
-    kinds: Sequence[str],
-    draw: random.Random,
-    every_s: float,
-    minutes: float,
+    storm: Storm,
     levels: Levels,
+    calm: Progress | None,
 ) -> tuple[Progress, Progress, list[Fault]]:
-    """The run without faults, the one with faults, and these; `levels` are of its processes."""
+    """The run without faults, where `calm` is not of one; the one with faults, and these; `levels`
+    are of its processes.
+    """
     environ = with_token()
     rough = Progress(folder / "disturbed" / "metrics.jsonl")
-    has_standby = TAKEOVER in kinds
+    has_standby = TAKEOVER in storm.kinds
+    has_server = SERVER in storm.kinds
     options = folders["disturbed"]
     if has_standby:
         options = [*options, "-o", f'run.checkpoint_url="{(folder / SHARED).absolute()}"']
-    with lab_of(network, 1 + num + has_standby) as lab:
-        if lab is None:
-            calm = undisturbed(job, folders["undisturbed"], environ)
-        else:
-            calm = undisturbed_in(lab, job, folders["undisturbed"], folder, num, environ)
+    with lab_of(network, 1 + num + (has_standby or has_server)) as lab:
+        if calm is None:
+            calm = undisturbed(job, folders["undisturbed"], folder, num, environ, lab)
         click.echo(f"undisturbed: {calm.best + 1} steps in {calm.seconds:.0f} s; now with faults")
-        args = (job, options, folder, num, environ, lab)
-        with machines_of(*args, has_standby=has_standby, levels=levels) as machines:
-            faults = disturb(machines, rough, draw, kinds, every_s, minutes)
+        args = (job, options, folder, num, environ, lab, has_standby, has_server, levels)
+        with machines_of(*args) as machines:
+            faults = disturb(machines, rough, storm)
     return calm, rough, faults
 
 
@@ -499,6 +331,16 @@ def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
             f"{TAKEOVER} or --fault coordinator"
         )
     return kinds or (FAULTS if network is None else (*FAULTS, CUT))
+
+
+def num_ranks(job: str, overrides: Sequence[str], kinds: Sequence[str]) -> int:
+    """Raises `click.UsageError` where the job cannot be run, or has no server to lose."""
+    try:
+        if SERVER in kinds:
+            load(job, [*overrides, 'data_parallel.address="127.0.0.1:1"'])
+        return load(job, overrides).world_size
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
 
 
 @click.command()
@@ -526,7 +368,7 @@ def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
     "--fault",
     "kinds",
     multiple=True,
-    type=click.Choice([*FAULTS, CUT, TAKEOVER, PARTITION]),
+    type=click.Choice([*FAULTS, CUT, TAKEOVER, SERVER, PARTITION]),
     help="Only such; may be given several times.",
 )
 @click.option("--seed", default=1, show_default=True, help="Of the faults.")
@@ -536,6 +378,12 @@ def kinds_of(kinds: tuple[str, ...], network: Path | None) -> tuple[str, ...]:
     default=Path("chaos"),
     show_default=True,
     help="A new one, for the runs and the logs of all processes.",
+)
+@click.option(
+    "--undisturbed",
+    "calm",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The run.folder of such a run on the same network, to compare with instead of making one.",
 )
 @click.option(
     "--most-mb-an-hour",
@@ -567,6 +415,7 @@ def main(
     seed: int,
     kinds: tuple[str, ...],
     folder: Path,
+    calm: Path | None,
     most_mb: float,
     turns: int | None,
     num_seeds: int | None,
@@ -576,20 +425,19 @@ def main(
         return simulate(num_seeds, seed)
     if job is None:
         raise click.UsageError("give a job, or --simulate")
-    kinds = kinds_of(kinds, network)
+    storm = Storm(kinds_of(kinds, network), random.Random(seed), every_s, minutes)
+    known = None if calm is None else ended(calm)
     end_as_by_ctrl_c()
     import_dpipe()
+    num = num_ranks(job, overrides, storm.kinds) + spares
     make_folder(folder)
     folders = options_of(folder, overrides)
-    num = load(job, overrides).world_size + spares
     if turns is not None:
         return measure_guarding(job, folders["undisturbed"], folder, num, turns)
     levels = Levels(replace(MOST_GROWTH, memory_mb=most_mb))
-    calm, rough, faults = run_both(
-        job, folders, folder, num, network, kinds, random.Random(seed), every_s, minutes, levels
-    )
-    report(faults, calm, rough)
-    is_same = compare(folder, calm, rough)
+    one, other, faults = run_both(job, folders, folder, num, network, storm, levels, known)
+    report(faults, one, other)
+    is_same = compare(folder, one, other)
     growing = levels.growing()
     if growing:
         click.echo(f"{', '.join(growing)} grew by more than {levels.most} an hour")

@@ -67,6 +67,18 @@ class Progress:
         return 0.0 if self.first_at is None else self.newest_at - self.first_at
 
 
+def ended(folder: Path) -> Progress:
+    """Of a run that is over, by its own clock. Raises `click.UsageError` where there is none."""
+    progress = Progress(folder / "metrics.jsonl")
+    progress.look()
+    if progress.best < 0:
+        raise click.UsageError(f"no step is in {progress.path}; name the folder of a run")
+    seconds = values_of(progress.path, "step_s")
+    progress.first_at = 0.0
+    progress.newest_at = sum(seconds[step] for step in seconds if step > min(seconds))
+    return progress
+
+
 @dataclass
 class Fault:
     kind: str

@@ -17,7 +17,7 @@ with imported_for_good():
 
     from netem.router import MODULES
 
-pytest_plugins = ["support.warm_python", "support.whole_runs"]
+pytest_plugins = ["support.warm_python", "support.forked_workers", "support.whole_runs"]
 GOLDEN = Path(__file__).parent / "golden"
 
 # The time of an example depends on the load of the machine: one took 0.8 s at first, then 0.3 ms.
@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Every worker imports all tests and keeps them: looking through them for garbage takes as long
-    as collecting them.
+    """All tests are imported and kept: looking through them for garbage takes as long as
+    collecting them.
     """
     with imported_for_good():
         return (yield)
@@ -48,16 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """scripts/test finds the files with these marks by their text, and collects no others."""
     text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
     for item in items:
-        for mark in ("alone", "waits", "daemon", "lab", "gpu", "stand_in"):
+        for mark in ("gpu", "stand_in"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
                 raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
-    # The longest first: at the end of a parallel run nothing else would be left beside it.
-    items.sort(key=is_short)
-
-
-def is_short(item: pytest.Item) -> bool:
-    """Of those that wait nearly all are long: in front they would come to one worker together."""
-    return item.get_closest_marker("lab") is None or item.get_closest_marker("waits") is not None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

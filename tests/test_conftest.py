@@ -17,7 +17,7 @@ def marked(path: Path, mark: str) -> SimpleNamespace:
     return SimpleNamespace(path=path, get_closest_marker=lambda name: name == mark or None)
 
 
-@pytest.mark.parametrize("mark", ["alone", "waits", "lab", "gpu", "stand_in"])
+@pytest.mark.parametrize("mark", ["gpu", "stand_in"])
 def test_file_that_does_not_name_the_mark_of_its_tests_is_refused(
     conftest: Any, tmp_path: Path, mark: str
 ) -> None:

@@ -77,7 +77,7 @@ def machines(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
 
     monkeypatch.setattr(made, "_start", start)
-    monkeypatch.setattr("chaos.END_S", 0.1)
+    monkeypatch.setattr("machines.END_S", 0.1)
     monkeypatch.setattr("chaos.PAUSES_S", (0.1,))
     made.coordinate()
     for _ in range(4):
@@ -88,9 +88,9 @@ def machines(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_faults_are_those_of_the_seed(script: Script, machines: Any) -> None:
     chaos = script("chaos")
-    draw = random.Random(5)
+    storm = chaos.Storm(chaos.FAULTS, random.Random(5))
     progress = chaos.Progress(Path("none"))
-    struck = [chaos.strike(machines, progress, draw, chaos.FAULTS) for _ in range(12)]
+    struck = [chaos.strike(machines, progress, storm) for _ in range(12)]
     said = [what for _, what in struck]
     assert any("is killed, m4 joins" in what for what in said)
     assert any("is stopped for 0.1 s" in what for what in said)
@@ -115,8 +115,8 @@ def test_machine_is_cut_off_for_a_while(
     monkeypatch.setattr(chaos.labs, "mend", lambda lab, host: done.append(("mend", host)))
     monkeypatch.setattr(chaos, "CUTS_S", (0.1,))
     machines.lab = object()
-    draw = random.Random(1)
-    kind, what = chaos.strike(machines, chaos.Progress(Path("none")), draw, [chaos.CUT])
+    storm = chaos.Storm([chaos.CUT], random.Random(1))
+    kind, what = chaos.strike(machines, chaos.Progress(Path("none")), storm)
     assert kind == "cut of 0.1 s"
     assert "is cut off for 0.1 s" in what
     ((_, host),) = done
@@ -141,7 +141,7 @@ def test_standby_takes_over_from_a_coordinator_whose_folder_is_gone(
     machines.stand_by()
     first, standby = machines.coordinator, machines.standby
     address = machines.standby_address
-    kind, _ = chaos.strike(machines, progress, random.Random(1), [chaos.TAKEOVER])
+    kind, _ = chaos.strike(machines, progress, chaos.Storm([chaos.TAKEOVER]))
     assert kind == "takeover"
     assert first.poll() is not None
     assert not folder.exists()
@@ -150,6 +150,25 @@ def test_standby_takes_over_from_a_coordinator_whose_folder_is_gone(
     assert progress.path == tmp_path / "taken-over-1" / "metrics.jsonl"
     assert machines.standby is not standby
     assert machines.standby.poll() is None
+
+
+def test_server_is_started_again_or_begins_elsewhere(script: Script, machines: Any) -> None:
+    chaos = script("chaos")
+    machines.serve()
+    begun = machines.server_address
+    assert machines.overrides[-1] == f'data_parallel.address="{begun}"'
+    storm = chaos.Storm([chaos.SERVER], random.Random(1))
+    seen = set()
+    for _ in range(8):
+        before, address = machines.server, machines.server_address
+        kind, _ = chaos.strike(machines, chaos.Progress(Path("none")), storm)
+        assert before.poll() is not None
+        assert machines.server.poll() is None
+        assert (machines.server_address == address) == (kind == "server")
+        seen.add(kind)
+    assert seen == {"server", "server elsewhere"}
+    machines.end()
+    assert machines.server.poll() is not None
 
 
 def test_half_of_the_machines_are_parted_for_a_while(
@@ -162,7 +181,7 @@ def test_half_of_the_machines_are_parted_for_a_while(
     monkeypatch.setattr(chaos, "CUTS_S", (0.1,))
     machines.lab = object()
     progress = chaos.Progress(Path("none"))
-    kind, what = chaos.strike(machines, progress, random.Random(1), [chaos.PARTITION])
+    kind, what = chaos.strike(machines, progress, chaos.Storm([chaos.PARTITION]))
     assert kind == "partition of 0.1 s"
     assert "are parted from the others for 0.1 s" in what
     (side,) = done
@@ -222,8 +241,30 @@ def test_run_without_machines_is_over(script: Script, machines: Any, tmp_path: P
         process.kill()
         process.wait()
     progress = chaos.Progress(tmp_path / "none")
-    draw = random.Random(1)
-    assert chaos.disturb(machines, progress, draw, chaos.FAULTS, 60.0, 1.0) == []
+    assert chaos.disturb(machines, progress, chaos.Storm(chaos.FAULTS, minutes=1.0)) == []
+
+
+def test_run_of_another_call_is_compared_with(script: Script, tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 0.5, "step_s": 1.0 + step} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    progress = script("progress").ended(tmp_path)
+    assert progress.best == 3
+    assert progress.seconds == 2 + 3 + 4
+
+
+def test_job_without_a_server_cannot_lose_it(script: Script, tmp_path: Path) -> None:
+    argv = ["scripts/chaos.toml", "--fault", "server", "--folder", str(tmp_path / "new")]
+    result = CliRunner().invoke(script("chaos").main, argv)
+    assert result.exit_code == 2
+    assert "parameter-server" in result.output
+
+
+def test_folder_without_a_run_is_nothing_to_compare_with(script: Script, tmp_path: Path) -> None:
+    argv = ["scripts/chaos.toml", "--undisturbed", str(tmp_path), "--folder", f"{tmp_path}/new"]
+    result = CliRunner().invoke(script("chaos").main, argv)
+    assert result.exit_code == 2
+    assert "name the folder of a run" in result.output
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(("changed", "same"), [(0.0, True), (1e-7, False)])

@@ -9,7 +9,7 @@ The client stands for the program: it passes on the signals that it can catch, e
 ends, and where it is killed the server kills the program. What the server cannot run (with other
 options, or what measures the imports themselves) the client gives to the real interpreter.
 
-With pytest-xdist the workers share one server, and it imports once the first of them asks.
+The workers of `forked_workers` share one server, and it imports once the first of them asks.
 """
 
 import subprocess
@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import set_executable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
@@ -93,21 +92,17 @@ def _server() -> Iterator[str]:
         server.communicate(timeout=20)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist, in the process that starts the workers and outlives them."""
-    config: pytest.Config = node.config
-    if _SHARED not in config.stash:
-        until_the_end = ExitStack()
-        config.add_cleanup(until_the_end.close)
-        config.stash[_SHARED] = until_the_end.enter_context(_server())
-    node.workerinput["warm_python"] = config.stash[_SHARED]
+def share_server(config: pytest.Config) -> None:
+    """Before workers are forked, by the process that outlives them."""
+    until_the_end = ExitStack()
+    config.add_cleanup(until_the_end.close)
+    config.stash[_SHARED] = until_the_end.enter_context(_server())
 
 
 @pytest.fixture(scope="session")
 def warm_python(request: pytest.FixtureRequest) -> Iterator[str]:
     """The path of the client, to start in place of `sys.executable`."""
-    shared = getattr(request.config, "workerinput", {}).get("warm_python")
+    shared = request.config.stash.get(_SHARED, None)
     with nullcontext(shared) if shared else _server() as client:
         # The first program waits for the imports, and no test's deadline is for them.
         subprocess.run([client, "-c", ""], check=True, timeout=_IMPORTED_S)
