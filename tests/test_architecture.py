@@ -153,10 +153,9 @@ STILL_DENSE = {
     "engine": 8.15,
     "memory": 8.1,
     "paramserver": 8.2,
-    "paramworker": 8.25,
+    "paramworker": 8.15,
     "schedule": 8.05,
-    "search": 8.1,
-    "stage": 8.15,
+    "stage": 8.1,
     "timeline": 8.15,
 }
 

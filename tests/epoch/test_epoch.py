@@ -7,7 +7,9 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +368,7 @@ def test_all_leave_after_the_same_step_and_others_go_on(
 def test_epochs_leave_nothing_behind(keys: dict[str, Any], cluster: Callable[..., Cluster]) -> None:
     """One more of anything an epoch would show: all later ones have at most what the first had."""
     one = cluster(train__steps=1000, **keys)
-    counts: list[tuple[int, int]] = []
+    left: list[tuple[list[str], list[str]]] = []
     memory = []
     for number in range(FIRST_EPOCHS + 5):
         epoch = one.begin([0, 1])
@@ -376,14 +378,13 @@ def test_epochs_leave_nothing_behind(keys: dict[str, Any], cluster: Callable[...
         )
         assert {end.outcome for end in epoch.join()} == {"aborted"}
         # The first ones import modules and open what stays.
-        firsts = zip(*counts[:FIRST_EPOCHS], strict=True)
-        most = [max(kind) for kind in firsts] if number >= FIRST_EPOCHS else None
-        counts.append(_left_behind(most))
+        firsts = zip(*left[:FIRST_EPOCHS], strict=True)
+        most = [max(kind, key=len) for kind in firsts] if number >= FIRST_EPOCHS else []
+        left.append(_left_behind([len(kind) for kind in most]))
         memory.append(_memory())
         assert all(len(keeper.held()) <= 5 for keeper in one.keepers)
-    threads, files = zip(*counts, strict=True)
-    assert max(threads[FIRST_EPOCHS:]) <= max(threads[:FIRST_EPOCHS])
-    assert max(files[FIRST_EPOCHS:]) <= max(files[:FIRST_EPOCHS])
+        for now, then in zip(left[-1], most, strict=False):
+            assert len(now) <= len(then), Counter(now) - Counter(then)
     assert memory[-1] - memory[FIRST_EPOCHS] < 8 << 20
 
 
@@ -398,16 +399,21 @@ def _memory() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _left_behind(most: list[int] | None) -> tuple[int, int]:
-    """Threads and files, once they are at most `most`: a thread that was told to end may wait for a
-    core first.
+def _left_behind(most: list[int]) -> tuple[list[str], list[str]]:
+    """Threads and files, once they are no more than `most`: a thread that was told to end may wait
+    for a core first.
     """
     deadline = time.monotonic() + 10
     while True:
-        found = (threading.active_count(), len(os.listdir("/proc/self/fd")))
-        settled = most is None or all(now <= then for now, then in zip(found, most, strict=True))
+        threads = [thread.name for thread in threading.enumerate()]
+        files = []
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the listing's own
+                files.append(os.readlink(f"/proc/self/fd/{number}"))
+        sizes = (len(threads), len(files))
+        settled = all(now <= then for now, then in zip(sizes, most, strict=False))
         if settled or time.monotonic() > deadline:
-            return found
+            return threads, files
         time.sleep(0.02)
 
 

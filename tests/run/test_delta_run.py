@@ -104,7 +104,7 @@ def rows_of(cache: SampleCache) -> torch.Tensor:
 def test_both_ends_of_a_link_have_kept_the_same_bits(
     overrides: dict[str, Any], chats: Make, losses: Losses, caches: Any
 ) -> None:
-    losses(chats("run", wire("int4+delta"), train__steps=10, **overrides))
+    losses(chats("run", wire("int4+delta"), train__steps=6, **overrides))
     assert len(caches) == overrides.get("pipeline__stages", 3) - 1
     for sender, receiver in caches.values():
         assert rows_of(sender).any()
@@ -115,7 +115,7 @@ def test_replicas_each_remember_what_they_have_seen(
     chats: Make, losses: Losses, caches: Any
 ) -> None:
     replicas = {"data_parallel__replicas": 2, "data_parallel__kind": "all-reduce"}
-    replicas["train__steps"] = 3 * STEPS_PER_EPOCH
+    replicas["train__steps"] = 2 * STEPS_PER_EPOCH
     exact = losses(chats("exact", wire("none"), **replicas, pipeline__stages=2))
     close = losses(chats("close", wire("int4+delta"), **replicas, pipeline__stages=2))
     assert close == pytest.approx(exact, rel=0.02)
@@ -137,7 +137,7 @@ def test_deltas_of_four_bits_end_closer_to_fp32_than_four_bits(chats: Make, loss
 def test_resumed_run_remembers_nothing_and_says_so(
     chats: Make, losses: Losses, caches: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steady = {"train__decay": "none", "train__steps": 3 * STEPS_PER_EPOCH}
+    steady = {"train__decay": "none", "train__steps": 2 * STEPS_PER_EPOCH}
     straight = losses(chats("straight", wire("int4+delta"), **steady))
     caches.clear()
     losses(chats("run", wire("int4+delta"), **{**steady, "train__steps": 6}))
