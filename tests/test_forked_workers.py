@@ -125,12 +125,19 @@ def test_marked_tests_run_after_all_others(run: Run, pytester: pytest.Pytester) 
     assert order == ["any"] * 3 + ["waits"] + ["alone begins", "alone ends"] * 2
 
 
-def test_workers_end_once_enough_has_failed(run: Run) -> None:
+def test_workers_end_once_enough_has_failed(run: Run, pytester: pytest.Pytester) -> None:
+    """With what fixtures have begun."""
     result = run(
         """
-        import pytest, time
+        import os, pytest, time
+        @pytest.fixture
+        def begun(request):
+            name = f"begun-{os.getpid()}"
+            open(name, "w").close()
+            yield
+            os.remove(name)
         @pytest.mark.parametrize("number", range(400))
-        def test_number(number):
+        def test_number(number, begun):
             time.sleep(0.05)
             assert False
     """,
@@ -139,6 +146,7 @@ def test_workers_end_once_enough_has_failed(run: Run) -> None:
     assert result.ret == 1
     assert result.parseoutcomes()["failed"] <= 5
     result.stdout.fnmatch_lines(["*stopping after 3 failures*"])
+    assert not [*pytester.path.glob("begun-*")]
 
 
 def test_fixture_of_a_module_ends_once_in_each_worker(run: Run, pytester: pytest.Pytester) -> None:

@@ -13,9 +13,11 @@ pytest-xdist each worker pays that for itself.
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from multiprocessing import get_context
@@ -109,6 +111,16 @@ class Worker:
     messages: Connection
     running: list[str] = field(default_factory=list)
 
+    def interrupt(self) -> None:
+        """As Ctrl-C would: what its test has begun is ended first."""
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGINT)
+            self.process.join(_END_S)
+        self.process.kill()
+        self.process.join(_END_S)
+        self.messages.close()
+
 
 class Phase:
     """Tests that run beside each other. The first worker begins with those in a lab: they take
@@ -133,9 +145,7 @@ class Phase:
             self._listen(workers)
         finally:
             for worker in workers:
-                worker.process.kill()
-                worker.process.join(_END_S)
-                worker.messages.close()
+                worker.interrupt()
             for queue in self._queues:
                 queue.close()
         for item in list(self._left.values()):
@@ -161,8 +171,12 @@ class Phase:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 messages.send(("ended", item.nodeid))
             code = 0
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                traceback.print_exc()
+            # Labs, processes and folders of fixtures, which would stay behind.
+            with suppress(Exception):
+                self._session._setupstate.teardown_exact(None)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
