@@ -200,6 +200,7 @@ def _on_networks(sweep: Sweep, work: Path) -> Iterator[tuple[Runs, Network, Path
             yield runs, Network(), work
         for profile in runs.networks or sweep.networks:
             network = load_network(ROOT / profile)
+            check_scale(network, sweep.scale)
             scaled_profile = work / Path(profile).name
             scaled_profile.write_text(
                 as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")),
@@ -219,6 +220,20 @@ def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
     elif replay.parameter_bytes:
         sizes["parameter_bytes"] = replay.parameter_bytes // scale
     return sizes
+
+
+def check_scale(network: Network, scale: int) -> None:
+    """Raises `ConfigError` for losses: packets keep their size, and a message that is divided has
+    fewer of them to lose.
+    """
+    links = [*network.links.values()]
+    if network.default is not None:
+        links.append(network.default)
+    if scale > 1 and any(link.loss_percent for link in links):
+        raise ConfigError(
+            f"{network.name} loses packets: with scale {scale} a message would lose a {scale}th of "
+            "what it loses at full size; drop scale, or the network"
+        )
 
 
 def scaled(network: Network, scale: int, *, windows: bool) -> Network:

@@ -307,6 +307,15 @@ def test_sweep_file_must_exist_and_be_toml(bench):
     assert missing.exit_code == torn.exit_code == 2
 
 
+def test_scale_is_refused_where_packets_are_lost(bench):
+    """Of a message that is divided fewer would be."""
+    bench.write("far.toml", f"{FAR}loss_percent = 0.1\n")
+    result = bench.run(scale=4)
+    assert result.exit_code == 2
+    assert "far loses packets: with scale 4" in result.output
+    assert bench.run().exit_code == 0
+
+
 def test_scale_is_refused_for_a_real_model(bench):
     bench.write("config.toml", CONFIG.replace('layers = "replay"', "num_layers = 2"))
     result = bench.run(scale=4)
