@@ -1,3 +1,4 @@
+import heapq
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 
-_SEARCH_S = 4
+_SEARCH_HEAPS = 6
 REPLICAS = [
     None,
     *(Replicas(exchange(kind, 2, 2)) for kind in ("all-reduce", "sharded", "local-sgd", "central")),
@@ -194,18 +195,33 @@ def test_search_counts_what_it_tries_so_that_its_time_is_bounded(monkeypatch):
     assert len(runs) < 60
 
 
+def heap_s() -> float:
+    """Processor time of as much work on small objects in Python on any machine."""
+    began_s = time.process_time()
+    queue: list[tuple[int, int]] = []
+    seen = {}
+    for number in range(200_000):
+        item = (number * 7919 % 100_003, number)
+        heapq.heappush(queue, item)
+        seen[item] = [number]
+    while queue:
+        seen.pop(heapq.heappop(queue))
+    return time.process_time() - began_s
+
+
 @pytest.mark.parametrize("profile", ["regional", "two-sites"])  # those that take longest
 def test_search_of_twelve_stages_and_64_micro_batches_takes_seconds_of_a_core(profile):
-    """Two of one core; one that is shared by hyperthreads may take twice as long."""
+    """2.3 s where the heap takes 0.65 s; a slower machine, or a shared one, is slower in both."""
     network = load_network(PROFILES / f"{profile}.toml")
     costs = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 << 20)
 
     def look() -> float:
+        before_s = heap_s()
         began_s = time.process_time()
         search(12, 64, costs, network)
-        return time.process_time() - began_s
+        return (time.process_time() - began_s) / (before_s + heap_s()) * 2
 
-    assert settled(look, lambda taken_s: taken_s < _SEARCH_S) < _SEARCH_S
+    assert settled(look, lambda heaps: heaps < _SEARCH_HEAPS) < _SEARCH_HEAPS
 
 
 def test_search_is_deterministic():
