@@ -250,6 +250,8 @@ class Reporter:
 
 
 def become_worker(config: pytest.Config, number: int, messages: Connection) -> None:
+    # Ignored where a shell has started pytest in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     manager = config.pluginmanager
     manager.unregister(name="terminalreporter")
     # Files of its own for what tests print: places in those that are open are shared.
