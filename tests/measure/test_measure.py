@@ -28,7 +28,8 @@ LAYER = LayerReport(
     backward_weight_ms=1,
 )
 NO_SECURITY = Security()
-RISING = "its time was over"  # on a busy machine, in so short a time
+# What a busy machine makes of loopback, in so short a time.
+BUSY = ("its time was over", "so many machines are so far apart")
 Part = Callable[[Coordinator, Connections], object]
 
 
@@ -88,9 +89,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t not in before and "dpipe" in t.name]
 
 
+def doubted(found: MeasuredCluster) -> list[str]:
+    """What is wrong with more than this machine."""
+    return [line for line in found.problems if not any(words in line for words in BUSY)]
+
+
 def test_all_ranks_end_with_the_same_machines_and_links() -> None:
     first, *others = measured_by(honest, honest, honest)
-    assert all(RISING in problem for problem in first.problems)
+    assert not doubted(first)
     assert all(other.cluster.links == first.cluster.links for other in others)
     cluster = first.cluster
     assert cluster.names == ("m-0", "m-1", "m-2")
@@ -109,7 +115,7 @@ def test_all_ranks_end_with_the_same_machines_and_links() -> None:
 def test_connections_are_encrypted_where_the_run_is(authority) -> None:
     secure = authority().security(token="t")
     first, _ = measured_by(honest, honest, security=secure)
-    assert all(RISING in problem for problem in first.problems)
+    assert not doubted(first)
     assert len(first.cluster.links) == 2
 
 
@@ -122,7 +128,7 @@ def test_pair_that_cannot_talk_is_named_and_the_others_are_measured() -> None:
         return honest(coordinator, connections)
 
     first, *_ = measured_by(honest, honest, deaf_to_1)
-    (problem,) = [problem for problem in first.problems if RISING not in problem]
+    (problem,) = doubted(first)
     assert problem.startswith("m-1 and m-2 cannot talk: rank 2 at 127.0.0.1:")
     assert problem.endswith(": no")
     assert set(first.cluster.links) == {
@@ -178,7 +184,7 @@ def test_peer_that_falls_silent_in_a_round_costs_that_round_alone(
 
     monkeypatch.setattr(Measuring, "_stream", sleeps)
     first, *_ = measured_by(honest, honest, honest)
-    (problem,) = [problem for problem in first.problems if RISING not in problem]
+    (problem,) = doubted(first)
     assert problem == "m-0 and m-1 cannot talk: rank 1 fell silent in the middle"
     assert len(first.cluster.links) == 4
 
