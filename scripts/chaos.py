@@ -17,12 +17,13 @@ the coordinator is killed and started again; in a lab also: a machine's cable is
 Only where --fault asks for them: the coordinator is killed, its folder deleted, and a standby takes
 over; a parameter server, which then runs by itself, is killed and started again, or begins on
 another machine; in a lab, half of the machines are parted from the others and from the coordinator.
-What each process holds is looked at once a minute (levels.py): an hour of `--fault kill
---kill-every 60` leaves a coordinator whose memory and descriptors must stay level, one of `--fault
-pause` also machines. Exits with 1 where a bit differs, or a process grows.
+What each process holds is looked at once a minute while there are faults (levels.py): an hour of
+`--fault kill --kill-every 60` leaves a coordinator whose memory, descriptors and threads must stay
+level, one of `--fault pause` also machines. Exits with 1 where a bit differs, or a process grows.
 """
 
 import hashlib
+import math
 import os
 import random
 import secrets
@@ -148,13 +149,16 @@ def disturb(machines: Machines, progress: Progress, storm: Storm) -> list[Fault]
     """Until the coordinator says that the run is over."""
     faults: list[Fault] = []
     next_at: float | None = None
-    last_at = 0.0
+    last_at = math.inf
     newest_at = 0.0
     there_at = time.monotonic()  # when there was a machine
     while machines.coordinator is not None and machines.coordinator.poll() is None:
         progress.look()
-        machines.tend()
+        machines.wake()
         now = time.monotonic()
+        # Behind the last fault processes are at rest, and what grew by faults grows no more.
+        if now <= last_at:
+            machines.look()
         if faults and progress.newest_at > newest_at:
             # Not only to the first one: a step that was under way may still be made.
             fault = faults[-1]

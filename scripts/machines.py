@@ -167,9 +167,8 @@ class Machines:
         for name in [name for name, until in self.cut.items() if time.monotonic() > until]:
             self.mend(name)
 
-    def tend(self) -> None:
-        """End what has lasted long enough; and once a minute: does any process hold more?"""
-        self.wake()
+    def look(self) -> None:
+        """Once a minute: does any process hold more?"""
         processes = dict(self.running)
         for name, process in (("coordinator", self.coordinator), ("server", self.server)):
             if process is not None:

@@ -80,7 +80,7 @@ def _searching(url: str | None, agent: AgentProcess) -> Iterator[None]:
     if url is None:
         yield
         return
-    search = HolderSearch(TermStore(url), lambda: agent.is_unanswered, agent.move)
+    search = HolderSearch(TermStore(url), agent)
     search.start()
     try:
         yield

@@ -69,6 +69,7 @@ class AgentProcess:
         self._train = train
         self._memory_bytes = memory_bytes
         self._run = ""  # the id of the run that it is in
+        self.term: int | None = 0  # of the coordinator that was heard last; None: there is no other
         self._said_agreed = (0, 0)  # an epoch, and the newest step that all its ranks have whole
         self._vouched: messages.Vouched | None = None  # the newest: it may be lost
         self._silence_s = silence_s
@@ -224,6 +225,7 @@ class AgentProcess:
             match message:
                 case messages.Enlisted():
                     self._run = message.run
+                    self.term = message.term
                     newest = message.newest_valid
                     valid = math.inf if newest is None else newest
                     attendance.enlisted(message.epoch, valid, message.newest_step)

@@ -111,7 +111,7 @@ class ElasticServer:
             past_of(journal, settings),
             time.monotonic(),
         )
-        self._server, self.port = serve(
+        self._server = serve(
             [handler_of(self)],
             settings.bind,
             settings.port,
@@ -122,6 +122,10 @@ class ElasticServer:
         self._clock = threading.Thread(target=self._tick, name="elastic clock", daemon=True)
         self._clock.start()
 
+    @property
+    def port(self) -> int:
+        return self._server.port
+
     def close(self) -> None:
         self._stopped.set()
         with self._lock:
@@ -130,7 +134,8 @@ class ElasticServer:
         for connection in connections:
             connection.tell(None)
         self._clock.join(_STOP_S)
-        self._server.stop(_STOP_S).wait(2 * _STOP_S)
+        self._server.stop(_STOP_S)
+        self._server.join(2 * _STOP_S)
         for closer in self._closers:
             closer.join(3 * _STOP_S)
 
@@ -234,6 +239,7 @@ class ElasticServer:
             connection.tell(
                 messages.Enlisted(
                     run=self._job.run.id,
+                    term=self._tenancy.number,
                     epoch=rendezvous.epoch,
                     newest_valid=None if newest == float("inf") else int(newest),
                     newest_step=rendezvous.newest_step,

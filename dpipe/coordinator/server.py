@@ -101,7 +101,7 @@ class CoordinatorServer:
         relay = Relay(world_size, self._membership.link_secret)
         handlers.append(relay.handler())
         self._most_guests = world_size + _STRANGERS
-        self._server, self.port = serve(
+        self._server = serve(
             handlers,
             bind,
             port,
@@ -109,6 +109,7 @@ class CoordinatorServer:
             max_workers=self._most_guests + relay.most_streams,
             silence_s=heartbeat_s,
         )
+        self.port = self._server.port
         # Behind `serve`: where that cannot bind, there is no thread to end.
         self._clock.start()
 
@@ -131,7 +132,8 @@ class CoordinatorServer:
         self._stopped.set()
         for guest in guests:
             guest.line.session.close("the coordinator has stopped")
-        self._server.stop(_STOP_S).wait(2 * _STOP_S)
+        self._server.stop(_STOP_S)
+        self._server.join(2 * _STOP_S)
         with self._lock:
             threads = [self._clock, *self._threads]
         for thread in threads:

@@ -30,7 +30,7 @@ from dpipe.elastic.agents import Enlistment, EpochOutcome, EpochReport
 from dpipe.elastic.lineage import Held
 from dpipe.wire.schema import Count, Finite, Schema, Sha256, Shape, Text
 
-PROTOCOL = 2
+PROTOCOL = 3
 METHOD = "/dpipe.elastic.v1.Agents/Attend"
 JOB_METHOD = "/dpipe.elastic.v1.Agents/Job"
 STATUS_METHOD = "/dpipe.elastic.v1.Agents/Status"
@@ -142,6 +142,7 @@ FROM_AGENT = Schema[FromAgent](Annotated[FromAgent, Field(discriminator="kind")]
 class Enlisted(Shape):
     kind: Literal["enlisted"] = "enlisted"
     run: Text
+    term: Count | None = None  # the coordinator's; None: no other one can take over
     epoch: Count
     newest_valid: Count | None  # None: all of its copies are good
     newest_step: Count

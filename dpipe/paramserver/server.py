@@ -111,10 +111,11 @@ class ParameterServer:
         self._closed = False
         try:
             generic = [grpc.method_handlers_generic_handler(SERVICE, self._handlers())]
-            self._server, self.port = serve(generic, bind, port, security, _MAX_CALLS)
+            self._server = serve(generic, bind, port, security, _MAX_CALLS)
         except BaseException:
             self._close_stages(_Restarted("the parameter server could not listen"))
             raise
+        self.port = self._server.port
 
     def _handlers(self) -> "dict[str, grpc.RpcMethodHandler[bytes, bytes]]":
         one_for_one = {"Attend": self._attend, "Norms": self._norms, "Leave": self._leave}
@@ -163,12 +164,12 @@ class ParameterServer:
             self._closed = True
             self._changed.notify_all()
         # The grace lets an answer arrive that is on its way, as to the last worker's Leave.
-        stopped = self._server.stop(_STOP_S)
+        self._server.stop(_STOP_S)
         self._close_stages(_Restarted("the parameter server was closed"))
         if self._all_left():
             for server in self._in_use():
                 server.forget_who_left()
-        stopped.wait(2 * _STOP_S)
+        self._server.join(2 * _STOP_S)
 
     def _all_left(self) -> bool:
         servers = self._in_use()

@@ -7,6 +7,10 @@ class Tenancy(Protocol):
     """`dpipe.terms.holding.HeldTerm`, or `Undisputed`."""
 
     @property
+    def number(self) -> int | None:
+        """Of the term; None where no other coordinator can take over."""
+
+    @property
     def holds(self) -> bool:
         """Whether anybody may be answered now."""
 
@@ -36,6 +40,7 @@ class Tenancy(Protocol):
 class Undisputed:
     """Of a coordinator without a standby: its folder, which one process has open, decides."""
 
+    number = None
     holds = True
     is_lost = False
 

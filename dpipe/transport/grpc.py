@@ -77,11 +77,11 @@ class GrpcTransport(SessionMesh):
         )
         handlers = [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: accept})]
         max_streams = MAX_LINKS * self._num_connections
-        self._server, port = serve(
+        self._server = serve(
             handlers, bind, port, security, max_streams, bulk=True, silence_s=self._heartbeat_s
         )
         self._open_lobby(security)
-        return port
+        return self._server.port
 
     @contextmanager
     def _call(
@@ -164,10 +164,9 @@ class GrpcTransport(SessionMesh):
         def left() -> float:
             return max(0.0, deadline - time.monotonic())
 
-        stopped = self._server.stop(left())
+        self._server.stop(left())
         self._close_lobby(deadline)
-        stopped.wait(left() + 1.0)
-        del self._server  # the threads that served its streams end with it
+        self._server.join(left() + 1.0)
 
 
 def _keep_memory() -> None:

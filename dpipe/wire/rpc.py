@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import logging
 import ssl
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -229,6 +230,29 @@ def _refuse(request: Any, context: grpc.ServicerContext) -> None:
     )
 
 
+class Server:
+    """A server that listens on `port`. gRPC leaves the threads of one that has stopped until Python
+    next collects garbage; here they end with it.
+    """
+
+    def __init__(self, server: grpc.Server, threads: ThreadPoolExecutor, port: int) -> None:
+        self._server = server
+        self._threads = threads
+        self._stopped: threading.Event | None = None
+        self.port = port
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more calls. Those under way are broken off after `grace_s`."""
+        self._stopped = self._server.stop(grace_s)
+
+    def join(self, timeout_s: float) -> None:
+        """After `stop`: wait until no call is under way, for at most `timeout_s`."""
+        assert self._stopped is not None
+        # Before that, gRPC could still have work for them.
+        if self._stopped.wait(timeout_s):
+            self._threads.shutdown(wait=False)
+
+
 def serve(
     handlers: Sequence[grpc.GenericRpcHandler],
     bind: str,
@@ -238,9 +262,8 @@ def serve(
     *,
     bulk: bool = False,
     silence_s: float = SILENCE_S,
-) -> tuple[grpc.Server, int]:
-    """Start a server. Returns it and its port, a free one for 0. Raises `JoinError` where it cannot
-    bind.
+) -> Server:
+    """Start a server, on a free port for 0. Raises `JoinError` where it cannot bind.
 
     A streaming call holds one of `max_workers` threads as long as it lives. `bulk` and `silence_s`
     as in `open_channel`.
@@ -248,8 +271,9 @@ def serve(
     options = _options(bulk, silence_s)
     # Else two servers could share a port and each get half the calls.
     options.append(("grpc.so_reuseport", 0))
+    threads = ThreadPoolExecutor(max_workers, "call")
     server = grpc.server(
-        ThreadPoolExecutor(max_workers),
+        threads,
         list(handlers),
         interceptors=[_CheckToken(security)],
         options=options,
@@ -261,7 +285,7 @@ def serve(
             f"cannot listen on {bind}:{port}: the port is in use or the address is not this host's"
         ) from None
     server.start()
-    return server, bound
+    return Server(server, threads, bound)
 
 
 def _options(bulk: bool, silence_s: float) -> list[tuple[str, Any]]:

@@ -192,12 +192,12 @@ def test_coordinator_that_stops_while_joining_reaches_all(run):
 
 
 def test_port_of_another_service_is_told_apart(run):
-    other, port = serve([], "127.0.0.1", 0, Security(), max_workers=2)
-    with pytest.raises(
-        JoinError, match=rf"what listens at .*:{port} is not dpipe's coordinator; check the port"
-    ):
-        run.join(0, 1, address=f"127.0.0.1:{port}")
-    other.stop(0).wait(5)
+    other = serve([], "127.0.0.1", 0, Security(), max_workers=2)
+    refused = rf"what listens at .*:{other.port} is not dpipe's coordinator; check the port"
+    with pytest.raises(JoinError, match=refused):
+        run.join(0, 1, address=f"127.0.0.1:{other.port}")
+    other.stop(0)
+    other.join(5)
 
 
 # Security
@@ -411,7 +411,8 @@ def test_lost_coordinator_is_named(run):
     first, second = run.meet(2)
     under_way = second.gather("step/1", b"")
     server = run.servers[0]
-    server._server.stop(0).wait(5)
+    server._server.stop(0)
+    server._server.join(5)
     lost = rf"lost the coordinator \(rank 0 at 127.0.0.1:{server.port}\)"
     with pytest.raises(RunAborted, match=lost):
         under_way.wait(5)

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -242,6 +243,23 @@ def test_run_without_machines_is_over(script: Script, machines: Any, tmp_path: P
         process.wait()
     progress = chaos.Progress(tmp_path / "none")
     assert chaos.disturb(machines, progress, chaos.Storm(chaos.FAULTS, minutes=1.0)) == []
+
+
+def test_processes_are_looked_at_while_there_are_faults(
+    script: Script, machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not behind the last one: they are at rest, and the last third would hide what grew."""
+    chaos = script("chaos")
+    looks: list[float] = []
+    monkeypatch.setattr(machines, "look", lambda: looks.append(time.monotonic()))
+    write_rows(tmp_path / "metrics.jsonl", 0)
+    began = time.monotonic()
+    threading.Timer(1.5, machines.coordinator.kill).start()
+    progress = chaos.Progress(tmp_path / "metrics.jsonl")
+    chaos.disturb(machines, progress, chaos.Storm(minutes=0.5 / 60))
+    assert time.monotonic() - began >= 1.5
+    assert looks
+    assert looks[-1] - began < 1.0
 
 
 def test_run_of_another_call_is_compared_with(script: Script, tmp_path: Path) -> None:

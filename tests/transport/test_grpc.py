@@ -77,10 +77,11 @@ def refusal(
 def test_server_that_is_no_dpipe_is_refused(make: Make) -> None:
     echo = grpc.stream_stream_rpc_method_handler(lambda messages, context: iter([b"good day"]))
     handler = grpc.method_handlers_generic_handler("dpipe.wire.v1.Transport", {"Connect": echo})
-    server, port = serve([handler], "127.0.0.1", 0, OPEN, 2)
+    server = serve([handler], "127.0.0.1", 0, OPEN, 2)
     with pytest.raises(JoinError, match=r"rank 1 .* is no dpipe transport"):
-        make(0).connect({0: None, 1: f"127.0.0.1:{port}"}, [1])
-    server.stop(None).wait(5)
+        make(0).connect({0: None, 1: f"127.0.0.1:{server.port}"}, [1])
+    server.stop(0)
+    server.join(5)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import gc
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +23,10 @@ def echo_handler() -> grpc.GenericRpcHandler:
 
 @pytest.fixture
 def port():
-    server, port = serve([echo_handler()], "127.0.0.1", 0, Security("secret"), 2)
-    yield port
-    server.stop(None).wait(5)
+    server = serve([echo_handler()], "127.0.0.1", 0, Security("secret"), 2)
+    yield server.port
+    server.stop(0)
+    server.join(5)
 
 
 @pytest.mark.parametrize("kind", ["Unary", "Stream"])
@@ -48,6 +51,24 @@ def test_call_is_served_with_the_token_and_refused_at_once_without(port, kind, t
         "wrong token: node.token must be the same on every rank",
     )
     assert answer == (b"first" if token == "secret" else refused)
+
+
+def test_threads_of_a_server_end_with_it() -> None:
+    before = set(threading.enumerate())
+    gc.disable()
+    try:
+        server = serve([echo_handler()], "127.0.0.1", 0, Security(), 2)
+        with open_channel(f"127.0.0.1:{server.port}", Security()) as channel:
+            channel.unary_unary("/Test/Unary")(b"first", timeout=5)
+        answering = set(threading.enumerate()) - before
+        server.stop(0)
+        server.join(5)
+        for thread in answering:
+            thread.join(5)
+    finally:
+        gc.enable()
+    assert answering
+    assert not any(thread.is_alive() for thread in answering)
 
 
 def test_two_servers_cannot_share_a_port(port) -> None:
