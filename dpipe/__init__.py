@@ -30,6 +30,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   search         "auto": the best order on a network, the format of each link
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
+                  quantised      matrices that do not learn, in few bits
                   passes         a layer's passes in slices, split, or run again
                   transport      moving a tensor to another rank
                   session        the bytes that carry it, over connections that break

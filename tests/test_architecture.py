@@ -74,7 +74,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": BELOW_CONFIG | {"timeline"},
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
-    "hub": BELOW_MEETING | {"store"},
+    "quantised": set(),
+    "hub": BELOW_MEETING | {"quantised", "store"},
     "terms": BELOW_MEETING | {"store"},
     "export": BELOW_MEETING | {"hub", "store"},
     "tokenizer": BELOW_MEETING | {"hub"},

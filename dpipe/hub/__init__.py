@@ -12,7 +12,6 @@ structure.py       where the parts are in a family that has no entry
 trial.py           whether such a family computes the same in parts
 layers.py          parts of it as layers of a pipeline; their attention masks
 encoder.py         the same of encoders, such as BERT
-quantised.py       matrices that do not learn, in 8 or 4 bits
 adapter.py         LoRA, as peft injects it
 experts.py         the same on parameters in no linear layer, such as experts
 trained_adapter.py one that was trained before

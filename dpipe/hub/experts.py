@@ -11,6 +11,8 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
 
+from dpipe.quantised.stacks import found
+
 
 class AdaptedParameter(ParamWrapper):  # type: ignore[misc]
     """peft's, which computes the same. In each pass peft gives the module another class, which
@@ -22,12 +24,18 @@ class AdaptedParameter(ParamWrapper):  # type: ignore[misc]
         """Inside, the module finds `W'` where `W` is; a graph through it keeps it."""
         (adapter,) = active_adapters
         module = self.get_base_layer()
-        frozen = module._buffers[self.parameter_name]
-        module._buffers[self.parameter_name] = self._adapted(frozen, adapter)
+        name = self.parameter_name
+        frozen = module._buffers.get(name)
+        if frozen is None:
+            codes = module.get_submodule(name)
+            with found(module, {name: self._adapted(codes.matrix(codes.dtype), adapter)}):
+                yield
+            return
+        module._buffers[name] = self._adapted(frozen, adapter)
         try:
             yield
         finally:
-            module._buffers[self.parameter_name] = frozen
+            module._buffers[name] = frozen
 
     def _adapted(self, weight: torch.Tensor, adapter: str) -> torch.Tensor:
         if self.num_experts == 1:

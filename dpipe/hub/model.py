@@ -12,13 +12,13 @@ from dpipe.config.load import Config
 from dpipe.errors import ConfigError
 from dpipe.hub.adapter import add_adapter, initialise_adapter
 from dpipe.hub.architectures import ARCHITECTURES
-from dpipe.hub.quantised import check_quantised, quantise
 from dpipe.hub.skeleton import Skeleton, check_sizes, skeleton_of
 from dpipe.hub.source import ModelSource, find_source
 from dpipe.hub.tensors import Weights, fill_from, open_weights
 from dpipe.hub.trained_adapter import check_adapter, fill_adapter
 from dpipe.hub.trial import try_out
 from dpipe.passes.seeding import seeded
+from dpipe.quantised.layers import matrices_of, quantise
 from dpipe.stage.model import LayeredModel, Loss, freeze
 
 _IGNORED = -100  # the target of a token that is not learned
@@ -112,10 +112,24 @@ def adapted_skeleton(config: Config, source: ModelSource) -> Skeleton:
         _check_use(skeleton, config)
         skeleton = add_adapter(skeleton, config.adapter)
     if config.adapter.base != "full":
-        check_quantised(skeleton, config.adapter.base)
+        _check_base(skeleton, config.adapter.base)
     if config.adapter.start is not None:
         check_adapter(Path(config.adapter.start), skeleton)
     return skeleton
+
+
+def _check_base(skeleton: Skeleton, kind: str) -> None:
+    """Raises `ConfigError` for a model most of whose values would stay as they are."""
+    block = skeleton.layer(1)
+    matrices = matrices_of(block)
+    values = sum(parameter.numel() for parameter in block.parameters())
+    if sum(matrix.numel() for matrix in matrices) < values / 2:
+        raise ConfigError(
+            f'adapter.base "{kind}" is of linear layers and of experts, and most of a block of '
+            f"{skeleton.config.model_type!r} is neither: leave it out"
+        )
+    if kind == "nf4" and any(matrix.shape[-1] % 2 for matrix in matrices):
+        raise ConfigError('adapter.base "nf4" needs matrices of even width: take "int8"')
 
 
 def _layer(skeleton: Skeleton, index: int, base: str) -> nn.Module:

@@ -18,9 +18,9 @@ from dpipe.errors import CheckpointError
 from dpipe.hub.architectures import Experts
 from dpipe.hub.gguf_header import check_gguf
 from dpipe.hub.index import read_index
-from dpipe.hub.quantised import quantised
 from dpipe.hub.skeleton import Skeleton, skeleton_of
 from dpipe.hub.source import ModelSource
+from dpipe.quantised.layers import quantised
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -144,9 +144,8 @@ def fill_from(
 
     Raises `CheckpointError` for a tensor that is missing or has another shape.
     """
-    for name, module in quantised(layer):
-        shape = (module.out_features, module.in_features)
-        module.take(_published(weights, skeleton, index, f"{name}.weight", shape))
+    for name, matrix in quantised(layer):
+        matrix.take(_published(weights, skeleton, index, name, matrix.shape))
     empty = [*layer.named_parameters(), *layer.named_buffers()]
     for name, tensor in empty:
         if not tensor.is_meta or "lora_" in name:

@@ -65,7 +65,7 @@ def test_simulate_needs_the_configuration_of_a_model_alone(tmp_path):
         ("llama", "LoRA on nf4, bf16"),
         ("gemma2", "full"),
         ("gpt2", "LoRA, bf16"),
-        ("mixtral", "LoRA, bf16"),
+        ("mixtral", "LoRA on nf4, bf16"),
         ("qwen2", "full, recomputed"),
         ("qwen3", "LoRA on int8"),
     ],
