@@ -8,6 +8,8 @@ agent b ══stream══ reader ──┼─▶ Rendezvous ──┼── out
 A stream that breaks is simply opened again: an agent says first what it does and holds.
 """
 
+import ctypes
+import gc
 import json
 import logging
 import queue
@@ -48,6 +50,7 @@ _MOST_AGENTS = 1000  # connections at once; each holds a thread
 _UNDISPUTED = Undisputed()
 _LATE_S = 2.0  # of the clock, on a busy machine
 _STOP_S = 2.0
+_RETURN_S = 1.0
 _EVENTS_SHOWN = 10
 _TOKEN_BYTES = 16
 _OUTBOX = 1000  # messages that an agent has not read
@@ -444,10 +447,22 @@ class ElasticServer:
         if server is None:
             return
         server.abort(reason)
-        closer = threading.Thread(target=server.close, args=(0.0,), name="closing an epoch")
+        closer = threading.Thread(target=self._close, args=([server],), name="closing an epoch")
         closer.start()
         self._closers = [other for other in self._closers if other.is_alive()]
         self._closers.append(closer)
+
+    def _close(self, servers: list[CoordinatorServer]) -> None:
+        """In a list, so that the caller of this holds it no longer once it is closed."""
+        servers.pop().close(0.0)
+        # Circles of objects hold its connections, and by them descriptors, until garbage is
+        # collected; and the threads that still return from it do.
+        self._stopped.wait(_RETURN_S)
+        gc.collect()
+        # glibc keeps what they had, and the threads of the next epoch may find no use for it.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def _tell(self, agent: str, message: ToAgent | None) -> None:
         connection = self._connections.get(agent)

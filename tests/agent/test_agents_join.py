@@ -1,9 +1,11 @@
 """Agents and the coordinator over real connections in this process; training is a fake."""
 
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from operator import le
 from pathlib import Path
@@ -198,6 +200,21 @@ def test_machine_that_leaves_hands_over_to_the_spare(place: Place) -> None:
     status = inquiry.status(place.address, TOKEN)
     assert 0 <= status.lost_s < status.run_s
     assert "lost to changes of machines" in inquiry.as_text(status)
+
+
+def test_what_an_epoch_was_coordinated_with_is_gone_with_it(place: Place) -> None:
+    """Its connections hold threads and descriptors, and a long run has many epochs."""
+    for name in ("a", "b", "c"):
+        place.agent(name)
+        until(lambda name=name: name in place.ranks(), f"{name} to join")
+    until(lambda: inquiry.status(place.address, TOKEN).step > 2, "steps")
+    coordinator = weakref.ref(place.server._epoch_server)
+    gc.disable()
+    try:
+        inquiry.leave(place.address, TOKEN, "a", 20.0)
+        until(lambda: coordinator() is None, "the first epoch's coordinator to be gone")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("spares", [1, 2])
