@@ -156,7 +156,7 @@ def disturb(machines: Machines, progress: Progress, storm: Storm) -> list[Fault]
         progress.look()
         machines.wake()
         now = time.monotonic()
-        # Behind the last fault processes are at rest, and what grew by faults grows no more.
+        # After the last fault nothing grows by faults any more: that would hide what did.
         if now <= last_at:
             machines.look()
         if faults and progress.newest_at > newest_at:

@@ -50,7 +50,7 @@ _MOST_AGENTS = 1000  # connections at once; each holds a thread
 _UNDISPUTED = Undisputed()
 _LATE_S = 2.0  # of the clock, on a busy machine
 _STOP_S = 2.0
-_RETURN_S = 1.0
+_RETURN_S = 1.0  # for the threads of an epoch that is closed to end
 _EVENTS_SHOWN = 10
 _TOKEN_BYTES = 16
 _OUTBOX = 1000  # messages that an agent has not read
@@ -453,13 +453,13 @@ class ElasticServer:
         self._closers.append(closer)
 
     def _close(self, servers: list[CoordinatorServer]) -> None:
-        """In a list, so that the caller of this holds it no longer once it is closed."""
+        """`servers` has one. It is a list because an argument is held until the thread ends."""
         servers.pop().close(0.0)
-        # Circles of objects hold its connections, and by them descriptors, until garbage is
-        # collected; and the threads that still return from it do.
+        # Reference cycles keep its connections, with their descriptors. A thread that is still in
+        # one of its methods would keep it, too.
         self._stopped.wait(_RETURN_S)
         gc.collect()
-        # glibc keeps what they had, and the threads of the next epoch may find no use for it.
+        # What its threads have freed glibc keeps for other threads of this process.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

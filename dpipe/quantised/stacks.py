@@ -33,7 +33,7 @@ class _Part:
 
 
 class WithStacks(nn.Module):
-    """What a module whose stacks are quantised is, besides its own class."""
+    """Mixed into the class of a module whose stacks are quantised."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         dtype = computing_dtype(x)
@@ -51,10 +51,11 @@ class WithStacks(nn.Module):
 
 @contextmanager
 def found(module: nn.Module, made: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, `module` finds the tensors of `made` under their names, where it has codes."""
+    """Inside, `module` finds the tensors of `made` under their names, where it has codes. Empties
+    `made`, so that no more than the graph keeps is left.
+    """
     names = list(made)
     module._buffers.update(made)
-    # What the graph does not keep must be gone with its last use.
     made.clear()
     try:
         yield

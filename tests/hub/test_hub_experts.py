@@ -36,9 +36,10 @@ def test_experts_learn_as_in_peft(family, adapter, tmp_path):
     assert any("experts" in name for name in learned)
 
 
+@pytest.mark.parametrize("base", ["full", "nf4"])
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {}], ids=["recomputed", "split"])
-def test_gradients_of_experts_do_not_depend_on_how_they_are_made(options, tmp_path):
-    model = make_model(config_of(published.save("mixtral", tmp_path / "model")))
+def test_gradients_of_experts_do_not_depend_on_how_they_are_made(options, base, tmp_path):
+    model = make_model(config_of(published.save("mixtral", tmp_path / "model"), base=base))
     tokens = published.tokens()
     found = []
     for splits, settings in ((False, {}), (not options, options)):

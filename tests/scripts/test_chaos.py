@@ -4,11 +4,10 @@ import json
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,18 +247,25 @@ def test_run_without_machines_is_over(script: Script, machines: Any, tmp_path: P
 def test_processes_are_looked_at_while_there_are_faults(
     script: Script, machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not behind the last one: they are at rest, and the last third would hide what grew."""
+    """Not after the last one: what does not grow there would hide what grew before."""
     chaos = script("chaos")
     looks: list[float] = []
-    monkeypatch.setattr(machines, "look", lambda: looks.append(time.monotonic()))
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 1.0
+        if now == 100:
+            machines.coordinator.kill()
+            machines.coordinator.wait()
+
+    monkeypatch.setattr(chaos, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(machines, "look", lambda: looks.append(now))
     write_rows(tmp_path / "metrics.jsonl", 0)
-    began = time.monotonic()
-    threading.Timer(1.5, machines.coordinator.kill).start()
     progress = chaos.Progress(tmp_path / "metrics.jsonl")
-    chaos.disturb(machines, progress, chaos.Storm(minutes=0.5 / 60))
-    assert time.monotonic() - began >= 1.5
-    assert looks
-    assert looks[-1] - began < 1.0
+    chaos.disturb(machines, progress, chaos.Storm(minutes=0.5))
+    assert now == 100
+    assert looks == [float(second) for second in range(31)]
 
 
 def test_run_of_another_call_is_compared_with(script: Script, tmp_path: Path) -> None:

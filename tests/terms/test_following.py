@@ -28,18 +28,24 @@ def store() -> TermStore:
     return TermStore(f"memory://{secrets.token_hex(8)}/run")
 
 
+Search = Callable[[Machine, int], None]
+
+
 @pytest.fixture
-def search(store: TermStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Machine], int]]:
-    """Has a machine look for a while, and says how often it was moved."""
+def search(store: TermStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Search]:
+    """Has a machine look, until it has moved so often, and on for a while: it moves no further."""
     monkeypatch.setattr(following, "_EVERY_S", 0.005)
     searches: dict[int, HolderSearch] = {}
 
-    def look(machine: Machine) -> int:
+    def look(machine: Machine, moves: int) -> None:
         if id(machine) not in searches:
             searches[id(machine)] = HolderSearch(store, machine)
             searches[id(machine)].start()
+        deadline = time.monotonic() + 10
+        while len(machine.moves) < moves and time.monotonic() < deadline:
+            time.sleep(0.005)
         time.sleep(0.1)
-        return len(machine.moves)
+        assert len(machine.moves) == moves
 
     yield look
     for each in searches.values():
@@ -54,14 +60,14 @@ def begin(store: TermStore, number: int) -> None:
 def test_machine_moves_once_where_its_coordinator_is_silent(store, search) -> None:
     begin(store, 1)
     machine = Machine(term=1)
-    assert search(machine) == 0
+    search(machine, 0)
     begin(store, 2)
-    assert search(machine) == 0
+    search(machine, 0)
     machine.is_unanswered = True
-    assert search(machine) == 1
+    search(machine, 1)
     assert machine.moves == ["10.0.0.2:7000"]
     begin(store, 3)
-    search(machine)
+    search(machine, 2)
     assert machine.moves == ["10.0.0.2:7000", "10.0.0.3:7000"]
 
 
@@ -72,9 +78,9 @@ def test_term_that_began_before_the_first_look_is_found(store, search) -> None:
     begin(store, 1)
     begin(store, 2)
     machine = Machine(term=1)
-    assert search(machine) == 0
+    search(machine, 0)
     machine.is_unanswered = True
-    search(machine)
+    search(machine, 1)
     assert machine.moves == ["10.0.0.2:7000"]
 
 
@@ -83,12 +89,12 @@ def test_silent_coordinator_is_waited_for_where_no_other_can_have_taken_over(
     store, search, term: int | None
 ) -> None:
     begin(store, 2)
-    assert search(Machine(term, is_unanswered=True)) == 0
+    search(Machine(term, is_unanswered=True), 0)
 
 
 def test_term_without_a_sign_of_life_is_waited_for(store, search) -> None:
     store.claim(2, Term(run="0" * 16, holder="a" * 16, host="here"))
     machine = Machine(term=1, is_unanswered=True)
-    assert search(machine) == 0
+    search(machine, 0)
     store.say(2, HolderBeat(count=1, address="10.0.0.2:7000"))
-    assert search(machine) == 1
+    search(machine, 1)
