@@ -341,7 +341,13 @@ class PlannedJob:
             display.show(row)
             tracking.take(row)
 
-        self.rows = RunRows(folder, tensorboard=tensorboard, show=show)
+        self.rows = RunRows(
+            folder,
+            num_steps=self.num_steps,
+            every=config.run.log_every,
+            tensorboard=tensorboard,
+            show=show,
+        )
         stack.callback(self.rows.close)
 
     def move_servers(self, addresses: tuple[str, ...]) -> None:

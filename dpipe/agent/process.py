@@ -78,7 +78,7 @@ class AgentProcess:
         self._control: EpochControl | None = None
         self._work: Assignment | None = None
         self._rows: deque[messages.Row] = deque(maxlen=_ROWS)
-        self._losses: dict[tuple[int, int], float | None] = {}  # by epoch and step, the newest
+        self._losses: dict[tuple[int, int], float | None] = {}  # by epoch and step, the last
         self._is_out = False
         self._failure: str | None = None
         self._has_trained = False
@@ -173,7 +173,8 @@ class AgentProcess:
     def _committed(self, epoch: int, step: int, loss: float | None) -> None:
         with self._lock:
             self._losses[epoch, step] = loss
-            self._losses.pop((epoch, step - _ROWS), None)
+            if len(self._losses) > _ROWS:
+                del self._losses[next(iter(self._losses))]
             self._attendance.committed(epoch, step)
             agreed = self._keeper.agreed
             # Where it is lost with a connection, the next one says more.

@@ -96,7 +96,6 @@ class ElasticServer:
         self._epoch_server: CoordinatorServer | None = None
         self._closers: list[threading.Thread] = []
         self._stopped = threading.Event()
-        self._losses: dict[int, float | None] = {}  # by step, as any rank said it
         self._digests = Digests()
         self._goodput = Goodput(self._newest_kept())
         self._rendezvous = Rendezvous(
@@ -323,8 +322,7 @@ class ElasticServer:
                     rendezvous.beat(agent_id, now)
                     connection.tell(messages.Answered(sent_at=message.sent_at))
                 case messages.Committed():
-                    if message.step <= rendezvous.newest_valid(message.epoch):
-                        self._losses[message.step - 1] = message.loss
+                    self._hear(message)
                     rendezvous.committed(agent_id, message.epoch, message.step, now)
                 case messages.Agreed():
                     rendezvous.agreed(agent_id, message.epoch, message.step, now)
@@ -350,6 +348,10 @@ class ElasticServer:
             return
         own = self._job.pieces(len(seats))[seats.index(agent_id)]
         self._digests.take(message.step, own, message.digests)
+
+    def _hear(self, message: messages.Committed) -> None:
+        if message.step <= self._rendezvous.newest_valid(message.epoch):
+            self._job.rows.hear(message.step - 1, message.loss)
 
     def _take_row(self, message: messages.Row) -> None:
         # The step that it is of may have been dropped with its epoch.
@@ -490,18 +492,11 @@ class ElasticServer:
         if self.over.is_set():
             return
         self.failure = reason
-        self._fill_rows()
+        self._job.rows.fill(self._rendezvous.newest_step)
         self._journal.put("over", reason or "finished")
         self._tenancy.publish()
         self.note("the run has finished" if reason is None else f"the run has failed: {reason}")
         self.over.set()
-
-    def _fill_rows(self) -> None:
-        """Of a row that was lost with rank 0's machine, the loss at least is known to others."""
-        for step in range(self._job.rows.first_missing, self._rendezvous.newest_step):
-            loss = self._losses.get(step)
-            if loss is not None:
-                self._job.rows.take({"step": step, "loss": loss})
 
     def keep_step(self, step: int) -> None:
         if step > self._newest_kept():

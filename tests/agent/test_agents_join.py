@@ -41,7 +41,12 @@ FIRST_ROUNDS = 4
 
 def fake_job(world_size: int = 2, num_steps: int = 1_000_000) -> Any:
     rows = SimpleNamespace(
-        begin=lambda step: None, take=lambda row: None, first_missing=0, newest={}
+        begin=lambda step: None,
+        take=lambda row: None,
+        hear=lambda step, loss: None,
+        fill=lambda end: None,
+        first_missing=0,
+        newest={},
     )
     return SimpleNamespace(
         run=RUN,
@@ -252,7 +257,7 @@ def test_copies_take_no_more_memory_however_long_a_run_is(tmp_path: Path, spares
 
 
 def test_losses_fill_the_rows_that_were_lost_with_their_machine(tmp_path: Path) -> None:
-    rows = RunRows(tmp_path, tensorboard=False, show=lambda row: None)
+    rows = RunRows(tmp_path, num_steps=3, tensorboard=False, show=lambda row: None)
     job = fake_job(world_size=1, num_steps=3)
     job.rows = rows
     place = Place(tmp_path, job)

@@ -23,7 +23,7 @@ class FakeCoordinator:
     """What `dpipe coordinate` would answer."""
 
     def __init__(self, folder: Path) -> None:
-        self.rows = RunRows(folder, tensorboard=False, show=lambda row: None)
+        self.rows = RunRows(folder, num_steps=1000, tensorboard=False, show=lambda row: None)
         self.epoch = 1
         self.away = False
         self.asked: list[int] = []
@@ -91,12 +91,12 @@ def test_coordinator_that_is_away_leaves_the_last_picture(tmp_path: Path) -> Non
 
 
 def test_row_that_comes_late_is_told_in_its_place(tmp_path: Path) -> None:
-    rows = RunRows(tmp_path, tensorboard=False, show=lambda row: None)
+    rows = RunRows(tmp_path, num_steps=1000, tensorboard=False, show=lambda row: None)
     for step in (0, 1, 3, 4, 2):
         rows.take(row(step))
     assert [json.loads(line)["step"] for line in rows.since(1)] == [1, 2, 3, 4]
     rows.close()
-    again = RunRows(tmp_path, tensorboard=False, show=lambda row: None)
+    again = RunRows(tmp_path, num_steps=1000, tensorboard=False, show=lambda row: None)
     assert len(again.since(0)) == 5
     again.close()
 
