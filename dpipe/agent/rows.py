@@ -5,13 +5,12 @@ epoch 2, rank 0 on b           3 4 5 6 7     remembers it, and sends it again wh
 """
 
 import json
-import os
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpipe.report.metrics import Metrics, read_rows
+from dpipe.report.metrics import Metrics, insert_rows, read_rows
 
 _MOST_KEPT = 5000  # rows in memory, for who watches from elsewhere
 _MOST_TOLD, _MOST_TOLD_BYTES = 200, 1 << 20  # in one answer
@@ -118,13 +117,7 @@ class RunRows:
 
     def _insert(self, late: Sequence[Mapping[str, Any]]) -> None:
         self._metrics.close()
-        rows = [*read_rows(self._folder), *late]
-        rows.sort(key=lambda each: each["step"])
-        # Renamed into place: others read it while the run goes on.
-        temporary = self._path.with_suffix(".tmp")
-        lines = [json.dumps(each) + "\n" for each in rows]
-        temporary.write_text("".join(lines), encoding="utf-8")
-        os.replace(temporary, self._path)
+        insert_rows(self._path, late)
         self._metrics = self._open(self._next_step)
 
     def _is_of_run(self, row: Mapping[str, Any]) -> bool:

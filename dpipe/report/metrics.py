@@ -6,8 +6,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from heapq import merge
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -124,14 +125,29 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def keep_rows_before(path: Path, step: int) -> None:
     """Rewrite the file without the rows of `step` and later, and without lines that are no row."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < step]
+    if path.exists():
+        _rewrite(path, lambda lines: (line for line in lines if _step_of(line) < step))
+
+
+def insert_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rewrite the file with more rows, each behind those of its step. Raises `RunError` if the disk
+    has no room for it.
+    """
+    ordered = sorted(rows, key=lambda row: row["step"])
+    inserted = [json.dumps(row).encode() for row in ordered]
+    with needing_room(path):
+        _rewrite(path, lambda lines: merge(lines, inserted, key=_step_of))
+
+
+def _rewrite(path: Path, change: Callable[[Iterator[bytes]], Iterable[bytes]]) -> None:
+    """A line at a time: a long run's coordinator does so at each epoch, and what the whole file
+    takes would stay with its allocator.
+    """
     # Synced, then renamed into place: a crash leaves the old rows or the new ones. A rename can
     # reach the disk before the content of a file that is not synced, which is then empty.
     rewritten = path.with_suffix(".tmp")
-    with rewritten.open("wb") as file:
-        file.writelines(line + b"\n" for line in kept)
+    with path.open("rb") as old, rewritten.open("wb") as file:
+        file.writelines(line.rstrip(b"\r\n") + b"\n" for line in change(iter(old)))
         file.flush()
         os.fsync(file.fileno())
     os.replace(rewritten, path)

@@ -1,12 +1,13 @@
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpipe.errors import RunError
-from dpipe.report.metrics import Metrics, keep_rows_before, read_rows
+from dpipe.report.metrics import Metrics, insert_rows, keep_rows_before, read_rows
 
 
 def some_metrics(folder: Path, first_step: int = 0, tensorboard: bool = False) -> Metrics:
@@ -122,3 +123,16 @@ def test_tensorboard_that_cannot_begin_is_left_out(
     metrics.write({"step": 0, "loss": 2.5})
     metrics.close()
     assert "the run continues without it" in caplog.text
+
+
+def test_rows_are_dropped_and_inserted_without_the_whole_file_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "text": "x" * 500} for step in range(2000) if step != 700]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tracemalloc.start()
+    keep_rows_before(path, 1900)
+    insert_rows(path, [{"step": 700}])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [row["step"] for row in read_rows(tmp_path)] == list(range(1900))
+    assert peak < path.stat().st_size / 4
