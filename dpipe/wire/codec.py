@@ -91,7 +91,7 @@ class Int8(PackedCodec):
         [ scale 0 | scale 1 | ... | q q q ... q (block 0) | q q ... (block 1) | ... ]
           4 bytes   4 bytes         1 byte each, x ~ scale * q; the last block may be short
 
-    A block with an inf or a nan in it decodes to nan throughout, a block of values below 1e-36 to
+    A block with an inf or a nan in it decodes to nan throughout, a block of values below 1.5e-36 to
     zeros.
     """
 

@@ -24,7 +24,7 @@ _SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal * 2.0**_LAST_CODE
 
 
 class Exponents(PackedCodec):
-    """A block with an inf or a nan in it decodes to nan throughout, one of values below 1e-36 to
+    """A block with an inf or a nan in it decodes to nan throughout, one of values below 1.5e-36 to
     zeros.
     """
 

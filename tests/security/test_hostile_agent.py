@@ -39,7 +39,7 @@ class Job:
     servers = ("10.0.0.5:7100",)
 
     def __init__(self, folder: Path) -> None:
-        self.rows = RunRows(folder, tensorboard=False, show=lambda row: None)
+        self.rows = RunRows(folder, num_steps=STEPS, tensorboard=False, show=lambda row: None)
 
     def move_servers(self, addresses: tuple[str, ...]) -> None:
         self.servers = addresses
