@@ -189,12 +189,13 @@ class GuestRouter:
         """Write to the guest. Raises `NetemError` if it has ended."""
         try:
             pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+            with open(pipe, "w", encoding="utf-8") as console:
+                console.write(line)
+        # It may end before it is opened, or after.
         except OSError as error:
             raise NetemError(
                 f"the lab's router has ended ({error}); take the lab down and up again"
             ) from None
-        with open(pipe, "w", encoding="utf-8") as console:
-            console.write(line)
 
     def _await(self, name: str, offset: int, timeout_s: float) -> str:
         """What precedes `@name STATUS` on the console. Raises `NetemError` with it if STATUS is not

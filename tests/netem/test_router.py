@@ -5,7 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
+import pytest
+
 from netem import router
+from netem.shell import NetemError
 
 
 def test_guest_that_has_missed_a_line_is_sent_an_empty_one(tmp_path, monkeypatch):
@@ -22,3 +25,19 @@ def test_guest_that_has_missed_a_line_is_sent_an_empty_one(tmp_path, monkeypatch
         answering = pool.submit(guest, lines)
         assert router.GuestRouter("nowhere", tmp_path).run("true") == "done\n"
         answering.result(timeout=10)
+
+
+def test_guest_that_ends_as_it_is_told_is_noticed(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "console").touch()
+    guest = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    inner = os.open
+
+    def opened(*args: object) -> int:
+        pipe = inner(*args)
+        os.close(guest)
+        return pipe
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(NetemError, match="router has ended .*; take the lab down and up again"):
+        router.GuestRouter("nowhere", tmp_path).run("true")
