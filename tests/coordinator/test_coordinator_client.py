@@ -454,7 +454,8 @@ def test_coordinator_that_falls_silent_in_the_join_is_refused(run, monkeypatch):
 
     monkeypatch.setattr(CoordinatorServer, "_take", deaf_to_pings)
     with pytest.raises(JoinError, match="let us in and fell silent"):
-        run.meet(1, heartbeat_s=1.0, server={"heartbeat_s": 1.0})
+        # It beats every second, and would give a silent rank up in four.
+        run.meet(1, heartbeat_s=2.0, server={"heartbeat_s": 4.0})
 
 
 def test_run_that_ends_as_it_starts_is_a_join_error(run, monkeypatch):
