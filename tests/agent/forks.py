@@ -11,6 +11,24 @@ from support.warm_python import program_of
 
 from netem.measure import Host
 
+STEP_S = 0.1  # with which a run lasts for as long as faults and newcomers take
+# Steps that last, and cost little: a machine that computes for so long, without the processor.
+PACED = """
+import sys, time
+
+from dpipe.cli.main import main
+from dpipe.engine.update import Update
+
+step_s = float(sys.argv.pop(1))
+inner = Update.vote
+
+def paced(*args, **options):
+    time.sleep(step_s)
+    return inner(*args, **options)
+
+Update.vote = paced
+main()
+"""
 # At a call, not at a time: however fast the machine is, it is the same moment of a run.
 DOOMED = """
 import importlib, os, signal, sys
@@ -55,16 +73,19 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 class Forks:
-    """Commands by name, each with its output in NAME.log. `python` is `warm_python`."""
+    """Commands by name, each with its output in NAME.log. `python` is `warm_python`. A step of
+    theirs lasts `step_s` at least.
+    """
 
-    def __init__(self, folder: Path, python: str) -> None:
+    def __init__(self, folder: Path, python: str, step_s: float = 0.0) -> None:
         self.folder = folder
         self._python = python
+        self._program = ("-c", PACED, str(step_s)) if step_s else ("-m", "dpipe")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *argv: str, host: Host | None = None) -> None:
         """A `dpipe` command, whose output goes to NAME.log; on a host of a lab."""
-        self._start(name, "-m", "dpipe", *argv, host=host)
+        self._start(name, *self._program, *argv, host=host)
 
     def start_python(self, name: str, *argv: str) -> None:
         """What Python is told to run."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent.forks import Forks
+from agent.forks import STEP_S, Forks
 from agent.journals import epochs, losses_of, step
 from support.small_job import TEXT, small_toml
 
@@ -20,8 +20,8 @@ from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 from dpipe.wire.rpc import Security
 
-STEPS = 150  # that a run on a fast machine has not ended before the last of its faults
-PARTS_STEPS = 100
+STEPS = 60  # that a run on a fast machine has not ended before the last of its faults
+PARTS_STEPS = 40
 PHASES_STEPS = 50  # where the last machine joins once all others have gone
 
 
@@ -35,7 +35,7 @@ def forks(tmp_path: Path, warm_python: str) -> Iterator[Forks]:
         timeouts={"transfer": 60, "heartbeat": 30},
     )
     (tmp_path / "job.toml").write_text(text)
-    forks = Forks(tmp_path, warm_python)
+    forks = Forks(tmp_path, warm_python, STEP_S)
     yield forks
     forks.close()
 

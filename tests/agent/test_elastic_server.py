@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent.forks import Forks
+from agent.forks import STEP_S, Forks
 from agent.journals import epochs, losses_of, step
 from support.small_job import TEXT, small_toml
 
@@ -18,7 +18,7 @@ from dpipe.serve.announcing import announce
 from dpipe.store import checkpoint
 from dpipe.wire.rpc import Security
 
-STEPS = 120  # that a run on a fast machine has not ended before the last of its faults
+STEPS = 50  # that a run on a fast machine has not ended before the last of its faults
 JOB = {"pipeline.stages": 1, "data_parallel.kind": "parameter-server", "data_parallel.replicas": 2}
 
 
@@ -31,7 +31,7 @@ def forks(tmp_path: Path, warm_python: str) -> Iterator[Forks]:
         timeouts={"transfer": 60, "heartbeat": 12},
     )
     (tmp_path / "job.toml").write_text(text)
-    forks = Forks(tmp_path, warm_python)
+    forks = Forks(tmp_path, warm_python, STEP_S)
     yield forks
     forks.close()
 

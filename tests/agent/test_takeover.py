@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent.forks import Forks
+from agent.forks import STEP_S, Forks
 from agent.journals import step
 from support.object_store import bucket
 from support.small_job import TEXT, small_toml
@@ -17,7 +17,7 @@ from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.store import checkpoint
 
-STEPS = 120
+STEPS = 50
 HEARTBEAT_S = 12  # so that a standby waits for 3 s
 
 
@@ -42,7 +42,7 @@ def forks(tmp_path: Path, warm_python: str, shared: str) -> Iterator[Forks]:
         run={"checkpoint_url": shared},
     )
     (tmp_path / "job.toml").write_text(text)
-    forks = Forks(tmp_path, warm_python)
+    forks = Forks(tmp_path, warm_python, STEP_S)
     yield forks
     forks.close()
 

@@ -27,6 +27,7 @@ tensorboard = false
 """
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_line_has_what_was_predicted_ahead_and_what_steps_took(
     script: Callable[[str], ModuleType], tmp_path: Path, stages: int
@@ -46,6 +47,7 @@ def test_line_has_what_was_predicted_ahead_and_what_steps_took(
     assert f"predicted {line['predicted_s']:.4g} s" in result.output
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_job_that_cannot_be_measured_says_so(
     script: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from dpipe.processes.imports import imported_for_good
 from support.warm_python import share_server
 
 _FORK = get_context("fork")
@@ -51,6 +52,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not config.option.workers or config.option.collectonly or session.testsfailed:
         return None
     share_server(config)
+    # Each worker would, in the first of its tests that needs it, and look through it for garbage.
+    with imported_for_good():
+        import sympy  # noqa: F401
+        import torch._dynamo  # noqa: F401
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
     numbers = iter(range(sys.maxsize))
     for items, num_workers in phases_of(session.items, config.option.workers):
