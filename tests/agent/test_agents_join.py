@@ -238,6 +238,8 @@ def test_copies_take_no_more_memory_however_long_a_run_is(tmp_path: Path, spares
         for name, keeper in keepers.items():
             place.agent(name, keeper=keeper)
         until(lambda: len(place.ranks()) == 1 + spares, "the spares")
+        # It has its rank before it begins with it.
+        until(lambda: rank._control is not None, "the epoch to have begun")
         rank._control.abort("spares have come")
         most = dict.fromkeys(keepers, 0)
         until(
