@@ -2,8 +2,12 @@
 how its collectives are waited for.
 """
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from dpipe.errors import PeerLost
 
 _POLL = timedelta(seconds=0.2)  # between looks at whether the run has failed elsewhere
+_READING = "gloo_tcp_loop"  # the kernel's name of the thread that reads gloo's connections
 
 
 def wait_for(work: Any, device: torch.device, failure: Callable[[], Exception | None]) -> None:
@@ -60,7 +65,25 @@ def _open(
     options._timeout = timeout
     # Without it gloo binds to what the hostname resolves to, which may be another interface.
     options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, size, options)
+    group = gloo(store, rank, size, options)
+    if sys.platform == "linux":
+        _let_senders_finish()
+    return group
+
+
+def _let_senders_finish() -> None:
+    """Put the threads that read gloo's connections into the batch class, where a thread that wakes
+    waits for a core instead of taking it from another.
+
+    Such a thread polls while another one of the process holds its connection's lock, to send. On a
+    core that it took from the sender it would poll until its time slice is over, milliseconds in
+    which the group stands still. Where a core is free it wakes as before.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended, or a sandbox forbids the call
+            is_shared = os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER
+            if is_shared and (thread / "comm").read_text().strip() == _READING:
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
