@@ -8,8 +8,7 @@ takes.
 
 Each run's trace has what its parts took of a core. The step is simulated with one part more at a
 time: the last simulation is the prediction that `dpipe trace` shows. A line of JSON for each run is
-appended to the results. A run beside which other processes compute is made again; those of the
-real-time class, for which it has to be root, are ahead of them.
+appended to the results. A run beside which other processes compute is made again.
 """
 
 import json
@@ -49,8 +48,6 @@ class Cell(BaseModel):
     config: str
     overrides: tuple[str, ...] = ()
     pinned: bool = False  # rank i to core i, and on from the first where there are fewer cores
-    # In the kernel's real-time class, which moves a thread that waits to a free core at once. Root.
-    realtime: bool = False
 
 
 class Cells(BaseModel):
@@ -71,20 +68,6 @@ class Pinned(ThisMachine):
     def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
         core = rank % (os.cpu_count() or 1)
         return ["taskset", "-c", str(core), *argv]
-
-
-@dataclass(frozen=True)
-class Realtime(ThisMachine):
-    """All ranks ahead of what else runs, in turns among themselves."""
-
-    def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
-        return ["chrt", "--rr", "1", *argv]
-
-
-def _venue(cell: Cell) -> ThisMachine:
-    if cell.pinned:
-        return Pinned()
-    return Realtime() if cell.realtime else ThisMachine()
 
 
 def _without(scenario: Scenario, *parts: str) -> Scenario:
@@ -167,7 +150,8 @@ def run(cells: Cells, cell: Cell, folder: Path) -> dict[str, Any]:
     overrides = (*cells.overrides, *cell.overrides, f"run.folder={json.dumps(str(folder))}")
     undisturbed_us = alone_us(load(ROOT / cell.config, overrides))
     before = Use.now()
-    rows = run_to_end(ROOT / cell.config, overrides, _venue(cell), timeout_s=_TIMEOUT_S)
+    venue = Pinned() if cell.pinned else ThisMachine()
+    rows = run_to_end(ROOT / cell.config, overrides, venue, timeout_s=_TIMEOUT_S)
     others = Use.now().of_others_since(before)
     trace = load_trace(folder)
     return {"name": cell.name, **_measured(trace, rows, undisturbed_us)} | {
@@ -183,7 +167,7 @@ def run_quietly(cells: Cells, cell: Cell, folder: Path) -> dict[str, Any]:
         line = run(cells, cell, folder)
         said = f"{cell.name}: {line['ratio']:.3f}, others took {line['others']:.1%} of the cores"
         click.echo(said, err=True)
-        if cell.realtime or line["others"] < _QUIET:
+        if line["others"] < _QUIET:
             return line
     raise RunError(f"other processes compute on this machine: {cell.name} is not measured")
 

@@ -55,14 +55,19 @@ def probe(
     """
     tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
     costs = []
+    of_this_model: dict[Hashable, tuple[LayerCost, tuple[torch.Tensor, ...]]] = {}
     for index in range(len(model.layers)):
+        known = _KNOWN
         recipe = recipe_of(model.layers[index], tensors, dtype)
-        if recipe in _KNOWN:
-            cost, tensors = _KNOWN[recipe]
+        if recipe is None and model.alike is not None:
+            known = of_this_model
+            recipe = (model.alike(index), _layouts(tensors))
+        if recipe in known:
+            cost, tensors = known[recipe]
         else:
             cost, tensors = _probe_layer(model, index, tensors, seed, dtype)
         if recipe is not None:  # None is no recipe: such layers are probed each time
-            _KNOWN[recipe] = cost, tensors
+            known[recipe] = cost, tensors
         costs.append(cost)
     return tuple(costs)
 
@@ -113,13 +118,16 @@ def recipe_of(
     if not (isinstance(make, partial) and isinstance(make.func, type)):
         return None
     arguments = (make.args, tuple(sorted(make.keywords.items())))
-    layouts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)
-    recipe = (make.func, arguments, layouts, dtype)
+    recipe = (make.func, arguments, _layouts(inputs), dtype)
     try:
         hash(recipe)
     except TypeError:
         return None
     return recipe
+
+
+def _layouts(tensors: tuple[torch.Tensor, ...]) -> Hashable:
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
 
 
 def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:

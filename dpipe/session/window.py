@@ -24,6 +24,7 @@ import math
 import socket
 import struct
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,9 @@ _LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few
 _LEAST_LOSSES = 5
 _LOSS_SHARE = 5e-4
 _TOGETHER_S = 0.2
+# Retransmission timeouts until a segment that was sent again is known to be lost, and not late: the
+# other end tells when it has it twice, behind a queue that may be longer than the timeout.
+_CERTAIN = 4
 # A queue to be bounded: round trips of so much, and so many times the shortest.
 _LONG_QUEUE_US = 500_000
 _LONG_QUEUE = 4
@@ -140,7 +144,10 @@ class Window:
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
         self._best_rate = 0  # bytes a second
-        self._seen = TcpInfo()
+        self._sent = 0  # segments, when they were last looked at
+        self._lost = 0
+        # The least that seemed lost since each time, so much that it may still turn out as late.
+        self._suspected = deque([(time.monotonic(), 0)])
 
     def look(self, burst_bytes: int) -> int:
         """How many bytes to write now, lest the window close that a burst of so many needs. Call it
@@ -153,13 +160,26 @@ class Window:
         in_flight = round(self._best_rate * info.least_round_trip_us / 1e6)
         self._bound_queue(info, in_flight)
         if self._losses is not None:
-            self._losses.see(info.sent - self._seen.sent, info.lost - self._seen.lost)
-            self._seen = info
+            lost = self._certainly_lost(info)
+            self._losses.see(info.sent - self._sent, lost - self._lost)
+            self._sent, self._lost = info.sent, lost
             if self._losses.are_random:
                 self._take_bbr()
         if not self._closes or not _is_closing(info):
             return 0
         return min(burst_bytes, in_flight, info.window * info.segment)
+
+    def _certainly_lost(self, info: TcpInfo) -> int:
+        """Segments: the fewest that seemed lost in the last few retransmission timeouts. Where a
+        queue grows within a round trip, segments are sent again that only wait in it.
+        """
+        now = time.monotonic()
+        while self._suspected and self._suspected[-1][1] >= info.lost:
+            self._suspected.pop()
+        self._suspected.append((now, info.lost))
+        while self._suspected[0][0] < now - _CERTAIN * info.timeout_us / 1e6:
+            self._suspected.popleft()
+        return self._suspected[0][1]
 
     def _bound_queue(self, info: TcpInfo, in_flight: int) -> None:
         """Let four times as much be under way as the path holds."""

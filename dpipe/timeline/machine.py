@@ -22,8 +22,10 @@ Item = TypeVar("Item")
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
 
 
+_TICK_US = 4_000.0  # of Linux's clock, 250 times a second, when cores take threads from each other
 _RELAY = 0  # the rank on whose machine the coordinator is
 
+_Thread = tuple[Hashable, int]  # of the system: whose, and which of them
 _Event = tuple[float, int, Call]  # when, and which request it is
 
 
@@ -52,8 +54,17 @@ class Clock:
 
 
 class Cores:
-    """The cores of one host: as many threads as there are cores run at full speed, more of them
-    share it.
+    """The cores of one host. A thread is on one of them, and shares it equally with those that are
+    there too.
+
+    A thread that begins to work goes to where it was last; if that core has something to do and
+    another has not, to the other. It then stays: as long as threads sleep for less than half a
+    millisecond, Linux leaves one that waits where it is until the next tick of its clock, though
+    another core has nothing to do.
+
+        core 0  [A      ][A and C, half each            ][A
+        core 1  [B                ]                      [C
+                         ^ C begins, no core is free     ^ half a tick after B has ended
 
     A thread does one thing after the other; a rank that computes may be several.
     """
@@ -62,9 +73,10 @@ class Cores:
         self.host = host
         self._clock = clock
         # By thread its tasks, each with the microseconds that it still needs of a whole core.
-        self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}
-        self._widths: dict[Hashable, int] = {}  # of those that are as many threads of the system
+        self._tasks: dict[_Thread, deque[tuple[float, Call]]] = {}
+        self._places: dict[_Thread, int] = {}  # the core where it is, or was
         self._since_us = 0.0
+        self._uneven_us: float | None = None  # since when a core has two threads more than another
         self._plans = 0  # as in `_OnClock`
 
     def run(
@@ -74,51 +86,122 @@ class Cores:
         over: Call,
         width: int = 1,
     ) -> None:
-        # With one thread more all are slower from now on: what they did so far counts first.
+        """`over` once `thread` has computed for so long: all of its `width` threads of the
+        system.
+        """
+        # With one thread more others are slower from now on: what they did so far counts first.
         self._progress()
-        tasks = self._threads.setdefault(thread, deque())
-        tasks.append((duration_us, over))
-        self._widths[thread] = width
+        ended = _after_all(width, over)
+        for number in range(width):
+            self._begin((thread, number), duration_us, ended)
         self._plan()
 
-    @property
-    def _speed(self) -> float:
-        num_threads = sum(self._widths.values())
-        return min(1.0, self.host.cores / max(1, num_threads))
+    def _begin(
+        self,
+        thread: _Thread,
+        duration_us: float,
+        over: Call,
+    ) -> None:
+        if thread not in self._tasks:
+            self._places[thread] = self._place_for(thread)
+            self._tasks[thread] = deque()
+        self._tasks[thread].append((duration_us, over))
+
+    def _place_for(self, thread: _Thread) -> int:
+        threads = self._threads_by_core()
+        idlest = threads.index(min(threads))
+        last = self._places.get(thread, idlest)
+        return last if threads[idlest] else idlest
+
+    def _threads_by_core(self) -> list[int]:
+        threads = [0] * math.ceil(self.host.cores)
+        for thread in self._tasks:
+            threads[self._places[thread]] += 1
+        return threads
+
+    def _speeds(self) -> dict[_Thread, float]:
+        threads = self._threads_by_core()
+        num_busy = sum(map(bool, threads))
+        # 1.5 cores: a thread has one, two have three quarters each.
+        of_core = min(1.0, self.host.cores / max(1, num_busy))
+        speeds = {}
+        for thread in self._tasks:
+            speeds[thread] = of_core / threads[self._places[thread]]
+        return speeds
 
     def _progress(self) -> None:
         passed_us = self._clock.now_us - self._since_us
-        done_us = passed_us * self._speed
-        for tasks in self._threads.values():
+        for thread, speed in self._speeds().items():
+            tasks = self._tasks[thread]
             left_us, over = tasks[0]
-            tasks[0] = left_us - done_us, over
+            tasks[0] = left_us - passed_us * speed, over
         self._since_us = self._clock.now_us
 
     def _plan(self) -> None:
         self._plans += 1
-        if self._threads:
-            left_us = min(map(self._left_us, self._threads))
-            # Rounding in `_progress` may leave a hair less than nothing.
-            takes_us = max(0.0, left_us) / self._speed
-            over = partial(self._complete, self._plans)
-            self._clock.after(takes_us, over)
+        even_us = self._even_after_us()
+        if not self._tasks:
+            return
+        _, takes_us = self._next()
+        if takes_us <= even_us:
+            self._clock.after(takes_us, partial(self._complete, self._plans))
+        else:
+            self._clock.after(even_us, partial(self._even, self._plans))
 
-    def _left_us(self, thread: Hashable) -> float:
-        """Of the task that the thread is at."""
-        left_us, _ = self._threads[thread][0]
-        return left_us
+    def _next(self) -> tuple[_Thread, float]:
+        """The thread that completes what it is at, and in how many microseconds."""
+        takes_us = {}
+        for thread, speed in self._speeds().items():
+            left_us, _ = self._tasks[thread][0]
+            # Rounding in `_progress` may leave a hair less than nothing.
+            takes_us[thread] = max(0.0, left_us) / speed
+        first = min(takes_us, key=lambda thread: takes_us[thread])
+        return first, takes_us[first]
+
+    def _even_after_us(self) -> float:
+        """When a core takes a thread from another, if nothing happens before."""
+        threads = self._threads_by_core()
+        if max(threads) - min(threads) < 2:
+            self._uneven_us = None
+            return math.inf
+        now_us = self._clock.now_us
+        if self._uneven_us is None:
+            self._uneven_us = now_us
+        return max(0.0, self._uneven_us + _TICK_US / 2 - now_us)
+
+    def _even(self, plan: int) -> None:
+        if plan != self._plans:
+            return
+        self._progress()
+        threads = self._threads_by_core()
+        fullest = threads.index(max(threads))
+        *_, latest = (thread for thread in self._tasks if self._places[thread] == fullest)
+        self._places[latest] = threads.index(min(threads))
+        self._uneven_us = None
+        self._plan()
 
     def _complete(self, plan: int) -> None:
         if plan != self._plans:
             return
         self._progress()
-        thread = min(self._threads, key=self._left_us)
-        tasks = self._threads[thread]
+        thread, _ = self._next()
+        tasks = self._tasks[thread]
         _, over = tasks.popleft()
         if not tasks:
-            del self._threads[thread], self._widths[thread]
+            del self._tasks[thread]
         self._plan()
         over()
+
+
+def _after_all(number: int, over: Call) -> Call:
+    """To be called so many times: the last time it calls `over`."""
+    calls = count(1)
+
+    def call() -> None:
+        if next(calls) == number:
+            over()
+
+    return call
 
 
 class _Both:

@@ -14,8 +14,8 @@ The model, event by event:
 - Where packets are lost, a connection is slower and a message later (`Link`).
 - A message does not wait for its receive to be posted. It costs neither end anything, unless their
   host says so; a ballot and a verdict are messages too.
-- Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
-  with messages: of k threads that want c cores, each runs at min(1, c / k).
+- Ranks have a processor each, unless they share a host's cores, with each other and with messages:
+  a thread is on one core, and shares that (`Cores`).
 - A tensor-parallel group computes with all its threads. In an exchange one of them works at a time,
   because each waits for what another has sent.
 - Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress

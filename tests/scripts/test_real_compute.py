@@ -85,21 +85,16 @@ def test_pinned_ranks_have_the_cores_in_turn(
     assert module.Pinned().enter(rank, ["dpipe"]) == ["taskset", "-c", core, "dpipe"]
 
 
-def test_ranks_of_the_real_time_class_take_turns_ahead_of_all_others(script: Script) -> None:
-    assert script("real_compute").Realtime().enter(1, ["dpipe"]) == ["chrt", "--rr", "1", "dpipe"]
-
-
-@pytest.mark.parametrize(("realtime", "num_runs"), [(True, 1), (False, 2)])
-def test_run_beside_others_is_made_again_unless_it_is_ahead_of_them(
-    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, realtime: bool, num_runs: int
+def test_run_beside_others_is_made_again(
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = script("real_compute")
-    shares = [0.2, 0.0]
+    shares = [0.2, 0.0, 0.0]
 
     def run(*_: object) -> dict[str, Any]:
         return line("a", 1.0) | {"others": shares.pop(0)}
 
     monkeypatch.setattr(module, "run", run)
-    cell = module.Cell(name="a", config="a.toml", realtime=realtime)
+    cell = module.Cell(name="a", config="a.toml")
     module.run_quietly(module.Cells(name="a", times=1, cell=(cell,)), cell, tmp_path)
-    assert len(shares) == 2 - num_runs
+    assert len(shares) == 1

@@ -208,6 +208,27 @@ def test_losses_at_random_ask_for_bbr(
     assert taken[-1] == ("bbr" if takes_bbr else "cubic")
 
 
+@pytest.mark.parametrize(("late", "name"), [(True, "cubic"), (False, "bbr")])
+def test_segment_that_was_late_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    sock: socket.socket,
+    taken: list[str],
+    late: bool,
+    name: str,
+) -> None:
+    """Each second one is sent again, and 0.6 s later the other end may say that it has it twice."""
+    taken.append("cubic")
+    watched = Window(sock, Losses())
+    for second in range(10):
+        for part in range(20):
+            clock.append(second + part / 20)
+            again = 1 if part < 12 else 0
+            say(monkeypatch, sent=1_000 * second, lost=again if late else second)
+            watched.look(0)
+    assert taken[-1] == name
+
+
 def test_losses_of_a_link_are_those_of_all_its_connections(
     monkeypatch: pytest.MonkeyPatch, clock: list[float], sock: socket.socket, taken: list[str]
 ) -> None:

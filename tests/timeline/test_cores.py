@@ -1,6 +1,7 @@
 """Ranks and messages that share the cores of a machine, in numbers worked out by hand."""
 
 from dataclasses import replace
+from functools import partial
 from textwrap import dedent
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dpipe.network.link import Host, Link, Network
 from dpipe.schedule.generate import forward_only, gpipe
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.machine import Clock, Cores
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate, simulate_alone
 from dpipe.timeline.span import Lane, Timeline
@@ -41,27 +43,76 @@ def test_ranks_share_cores_by_their_threads(cores: int, threads: int) -> None:
     """)
 
 
-def test_rank_of_two_threads_leaves_a_third_core_to_a_message() -> None:
+def computed(cores: float, tasks: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """When each thread is done that begins at a time, with so much to do, microseconds."""
+    clock = Clock()
+    shared = Cores(clock, Host((0,), cores))
+    done = {}
+
+    def end(name: str) -> None:
+        done[name] = clock.now_us
+
+    for name, (begins_us, takes_us) in tasks.items():
+        clock.at(begins_us, partial(shared.run, name, takes_us, partial(end, name)))
+    clock.run()
+    return done
+
+
+def test_thread_that_waits_stays_on_its_core_until_the_next_tick() -> None:
+    """As in the picture of `Cores`; half a tick is 2 ms."""
+    done = computed(2, {"A": (0, 10_000), "B": (0, 3_000), "C": (1_000, 10_000)})
+    # C begins beside A. Until 5,000 each has done 2,000 of its own, and A 1,000 before.
+    assert done == {"B": 3_000, "A": 5_000 + 7_000, "C": 5_000 + 8_000}
+
+
+def test_thread_that_begins_goes_to_a_core_that_has_nothing_to_do() -> None:
+    done = computed(2, {"A": (0, 100), "B": (200, 1_000), "C": (200, 500), "D": (800, 400)})
+    assert done == {"A": 100, "B": 1_200, "C": 700, "D": 1_200}
+
+
+def test_thread_that_begins_again_on_busy_cores_goes_to_where_it_was() -> None:
+    tasks = {"A": (0, 100), "B": (0, 1_000), "C": (200, 1_000)}
+    clock = Clock()
+    shared = Cores(clock, Host((0,), 2))
+    done: list[float] = []
+    for name, (begins_us, takes_us) in tasks.items():
+        clock.at(begins_us, partial(shared.run, name, takes_us, lambda: None))
+    clock.at(400, partial(shared.run, "A", 100, lambda: done.append(clock.now_us)))
+    clock.run()
+    assert done == [600]  # beside C, which has taken the core where it was
+
+
+def test_part_of_a_core_is_as_much_of_each() -> None:
+    assert computed(1.5, {"A": (0, 300), "B": (400, 300), "C": (400, 300)}) == {
+        "A": 300,
+        "B": 800,
+        "C": 800,
+    }
+
+
+def test_threads_of_a_rank_begin_where_there_is_a_core() -> None:
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     host = Host((0, 1), cores=3, threads=2, message_us=3)
     timeline = simulate_alone(Scenario(forward_only(2, 2), cost, NEAR, [host]))
-    # The message of 0F0 takes from 10 to 16 at its two ends. Then rank 1 computes as well, and four
-    # threads share three cores: the other 4 us of 0F1 take a third longer.
-    second = timeline.on(0, Lane.COMPUTE)[1]
-    assert (second.start_us, second.end_us) == pytest.approx((10, 16 + 4 * 4 / 3))
+    # The message of 0F0 takes from 10 to 16 at its two ends, and 0F1 the two other cores. Then both
+    # threads of 1F0 begin on the one that is free.
+    assert timeline.on(0, Lane.COMPUTE)[1].end_us == 20
+    first = timeline.on(1, Lane.COMPUTE)[0]
+    assert (first.start_us, first.end_us) == (16, 36)
 
 
 def test_group_exchanges_one_thread_at_a_time() -> None:
     """Two groups of two on two cores. 0F0 alone: 5 us of both cores, 4 us of one, 5 of both. Then
-    1F0 begins: with 0F1 at the same thing four threads share the cores, in an exchange two.
+    1F0 begins, at the same thing as 0F1: until 24 four threads share the cores. Each group
+    exchanges on a core of its own, until 28; then both threads of 1F0 are on that one.
     """
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     group = replace(cost, exchange_forward_us=(4.0, 4.0), exchanges=(1, 1))
     two = Host((0, 1), cores=2, threads=2)
     timeline = simulate_alone(Scenario(forward_only(2, 2), group, NEAR, [two]))
     assert spans(timeline, Lane.COMPUTE) == lines("""
-        0 compute: 0F0 0-14  0F1 14-38
-        1 compute: 1F0 14-38  1F1 38-52
+        0 compute: 0F0 0-14  0F1 14-43
+        1 compute: 1F0 14-43  1F1 43-57
     """)
     # A core each for all: an exchange takes no longer than it does alone.
     four = replace(two, cores=4)
@@ -77,10 +128,10 @@ def test_exchange_leaves_a_core_to_the_other_group() -> None:
     )
     two = Host((0, 1), cores=2, threads=2)
     timeline = simulate_alone(Scenario(forward_only(2, 2), exchanging, NEAR, [two]))
-    # Four threads for 10 us, three for 6, as each then has 2 / 3 of a core, four for 10.
-    assert timeline.on(0, Lane.COMPUTE)[1].end_us == pytest.approx(14 + 10 + 6 + 10)
-    # 5 + 4 + 5 us of 1F0 are done by then.
-    assert timeline.on(1, Lane.COMPUTE)[0].end_us == pytest.approx(14 + 26 + 4)
+    # Four threads for 10 us; the exchange beside one of 1F0 for 8; four threads for 10.
+    assert timeline.on(0, Lane.COMPUTE)[1].end_us == 14 + 10 + 8 + 10
+    # 5 + 4 + 5 us of one thread of 1F0 are done by then.
+    assert timeline.on(1, Lane.COMPUTE)[0].end_us == 14 + 28 + 4
 
 
 def test_rank_pinned_to_a_core_shares_it_with_its_messages_alone() -> None:
