@@ -93,6 +93,10 @@ def test_rows_that_a_rule_was_learnt_from() -> None:
     ]
     predicted = f"predicted that day {group['parts_ms']['messages']:.1f} ms"
     assert f"{predicted}, measured {group['measured_ms']:.1f} ms" in section
+    demo = [line for line in lines_of("real_compute_even") if line["name"].startswith("the demo")]
+    predicted = f"predicted that day {median(each['parts_ms']['messages'] for each in demo):.1f} ms"
+    measured = f"measured {median(each['measured_ms'] for each in demo):.1f} ms"
+    assert f"{predicted}, {measured}" in section
 
 
 def test_replicas_are_furthest_from_their_prediction_with_local_sgd() -> None:

@@ -69,6 +69,23 @@ def test_equal_layers_are_probed_once(counted: type[Counted]) -> None:
     assert [cost.parameter_bytes for cost in costs[4:]] == [4 * 72, 4 * 27]
 
 
+def test_layers_that_a_model_says_are_alike_are_probed_once(counted: type[Counted]) -> None:
+    def wide() -> Counted:
+        return counted(8, 8)
+
+    def narrow() -> Counted:
+        return counted(8, 3)
+
+    model = LayeredModel((wide, wide, wide, narrow), mean, alike=lambda index: index == 3)
+    inputs = [TensorSpec((2, 8), torch.float32)]
+    costs = probe(model, inputs, seed=0)
+    assert counted.made == 2
+    assert [cost.parameter_bytes for cost in costs] == [4 * 72] * 3 + [4 * 27]
+    # Of another model, layers that it calls the same are others.
+    other = LayeredModel((narrow,), mean, alike=lambda index: index == 3)
+    assert probe(other, inputs, seed=0)[0].parameter_bytes == 4 * 27
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((3, 8), torch.float32), ((2, 8), torch.float64)], ids=["shape", "dtype"]
 )
