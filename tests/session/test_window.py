@@ -182,10 +182,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def lose(
     monkeypatch: pytest.MonkeyPatch, clock: list[float], watched: Window, every: int, times: int
 ) -> None:
-    """One segment in so many, one a second."""
+    """One segment in so many, one a second, and long enough after to be certain of the last."""
     for number in range(1, times + 1):
         clock.append(clock[-1] + 1)
         say(monkeypatch, sent=number * every, lost=number)
+        watched.look(0)
+    for _ in range(6):
+        clock.append(clock[-1] + 1)
         watched.look(0)
 
 
@@ -220,7 +223,7 @@ def test_segment_that_was_late_is_not_lost(
     """Each second one is sent again, and 0.6 s later the other end may say that it has it twice."""
     taken.append("cubic")
     watched = Window(sock, Losses())
-    for second in range(10):
+    for second in range(15):
         for part in range(20):
             clock.append(second + part / 20)
             again = 1 if part < 12 else 0
@@ -245,11 +248,11 @@ def test_what_is_lost_together_counts_once(
 ) -> None:
     """A window that opens too far loses half of itself."""
     taken.append("cubic")
-    losses = Losses()
-    for number in range(1, 11):
+    watched = Window(sock, Losses())
+    for number in range(1, 500):
         clock.append(clock[-1] + 0.015)
-        say(monkeypatch, sent=100 * number, lost=10 * number)
-        Window(sock, losses).look(0)
+        say(monkeypatch, sent=1_000, lost=10 * min(number, 10))
+        watched.look(0)
     assert taken[-1] == "cubic"
 
 
