@@ -41,8 +41,8 @@ _LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few
 _LEAST_LOSSES = 5
 _LOSS_SHARE = 5e-4
 _TOGETHER_S = 0.2
-# Until a segment that was sent again is known to be lost, and not late: the other end tells when it
-# has it twice, behind a queue that is longer than the timeout. 4 MiB of one take 3.4 s at 10 Mbit/s.
+# Until a segment that was sent again is known to be lost, and not late: the other end says if it
+# has it twice, behind a queue that is longer than the timeout. 4 MiB take 3.4 s at 10 Mbit/s.
 _CERTAIN_S = 5.0
 # A queue to be bounded: round trips of so much, and so many times the shortest.
 _LONG_QUEUE_US = 500_000

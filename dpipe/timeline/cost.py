@@ -82,11 +82,7 @@ class Cost:
         ):
             self._expect(name, self.num_stages - 1)
 
-    def _default(
-        self,
-        name: str,
-        values: tuple[float, ...],
-    ) -> None:
+    def _default(self, name: str, values: tuple[float, ...]) -> None:
         if not getattr(self, name):
             object.__setattr__(self, name, values)  # the way into a frozen dataclass
 
@@ -166,9 +162,7 @@ class Cost:
         return moved[action.stage] if moved else 0
 
     @cached_property
-    def _taken_us(
-        self,
-    ) -> Mapping[Op, tuple[float, ...]]:
+    def _taken_us(self) -> Mapping[Op, tuple[float, ...]]:
         """By op and stage."""
         return {
             Op.F: self.forward_us,
@@ -180,9 +174,7 @@ class Cost:
         }
 
     @cached_property
-    def _moved_bytes(
-        self,
-    ) -> Mapping[Op, tuple[int, ...]]:
+    def _moved_bytes(self) -> Mapping[Op, tuple[int, ...]]:
         """By op and stage: hop s is behind stage s, and before the stage after it."""
         return {
             Op.SEND_F: self.activation_bytes,

@@ -137,12 +137,7 @@ class Replicas:
                 return False
         return True
 
-    def rotated(
-        self,
-        rank: int,
-        by: int,
-        per_replica: int,
-    ) -> int:
+    def rotated(self, rank: int, by: int, per_replica: int) -> int:
         """The rank that is to the replica `by` further on what `rank` is to its own."""
         num_ranks = self.count * per_replica
         return (rank + by * per_replica) % num_ranks
@@ -285,12 +280,7 @@ class StageExchanges:
         self._final[step] += 1
         self._release()
 
-    def sent(
-        self,
-        rank: int,
-        step: int,
-        action: Action,
-    ) -> None:
+    def sent(self, rank: int, step: int, action: Action) -> None:
         """A message to a neighbour in the pipeline has left."""
         message = (step, action)
         for held in self._held:
@@ -353,12 +343,7 @@ class StageExchanges:
         for leg in legs:
             self._enqueue(leg)
 
-    def _half_done(
-        self,
-        step: int,
-        rank: int,
-        stage: int,
-    ) -> None:
+    def _half_done(self, step: int, rank: int, stage: int) -> None:
         """With a delay a step waits for this gradient to be made and for the one before to be
         exchanged.
         """
@@ -513,12 +498,7 @@ class StageExchanges:
             leg.missing.discard(message)
             self._advance(leg)
 
-    def _leg_of(
-        self,
-        step: int,
-        part: int,
-        end: int,
-    ) -> _Leg | None:
+    def _leg_of(self, step: int, part: int, end: int) -> _Leg | None:
         """What the end is at; None where its rank is at another part, or has not begun."""
         if end == self._exchange.num_replicas:
             return self._serving.get((step, part))

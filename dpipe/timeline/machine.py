@@ -79,13 +79,7 @@ class Cores:
         self._uneven_us: float | None = None  # since when a core has two threads more than another
         self._plans = 0  # as in `_OnClock`
 
-    def run(
-        self,
-        thread: Hashable,
-        duration_us: float,
-        over: Call,
-        width: int = 1,
-    ) -> None:
+    def run(self, thread: Hashable, duration_us: float, over: Call, width: int = 1) -> None:
         """`over` once `thread` has computed for so long: all of its `width` threads of the
         system.
         """
@@ -96,12 +90,7 @@ class Cores:
             self._begin((thread, number), duration_us, ended)
         self._plan()
 
-    def _begin(
-        self,
-        thread: _Thread,
-        duration_us: float,
-        over: Call,
-    ) -> None:
+    def _begin(self, thread: _Thread, duration_us: float, over: Call) -> None:
         if thread not in self._tasks:
             self._places[thread] = self._place_for(thread)
             self._tasks[thread] = deque()
@@ -227,11 +216,7 @@ class _Both:
             self._over(self._start_us)
 
 
-def handle(
-    cores: Cores | None,
-    thread: Hashable,
-    over: Call,
-) -> None:
+def handle(cores: Cores | None, thread: Hashable, over: Call) -> None:
     """`over` once `thread` has done what it does for any message, whatever its size; nothing where
     it shares no cores.
     """
@@ -269,13 +254,7 @@ class _OnClock(Generic[Item]):
         # plan, and those of earlier ones are void when they come.
         self._plans = 0
 
-    def offer(
-        self,
-        source: int,
-        target: int,
-        item: Item,
-        num_bytes: int,
-    ) -> None:
+    def offer(self, source: int, target: int, item: Item, num_bytes: int) -> None:
         self._rate.offer(source, target, item, num_bytes, self._clock.now_us)
         self._plan()
 
@@ -328,12 +307,7 @@ class Wires:
     and it has come when the receiver has done for it what it does for any.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        cores: Mapping[int, Cores],
-    ) -> None:
+    def __init__(self, clock: Clock, network: Network, cores: Mapping[int, Cores]) -> None:
         self._clock = clock
         self._network = network
         self._cores = cores
@@ -342,28 +316,14 @@ class Wires:
         self._ingress: dict[tuple[int, ...], _OnClock[Call]] = {}
         self._ways: dict[tuple[int, int], _Way] = {}  # from rank, to rank
 
-    def send(
-        self,
-        source: int,
-        target: int,
-        num_bytes: int,
-        left: Since,
-        arrived: Since,
-    ) -> None:
+    def send(self, source: int, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """
         offer = partial(self._offer, source, target, num_bytes, left, arrived)
         handle(self._cores.get(source), (source, "to", target), offer)
 
-    def _offer(
-        self,
-        source: int,
-        target: int,
-        num_bytes: int,
-        left: Since,
-        arrived: Since,
-    ) -> None:
+    def _offer(self, source: int, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
         """The sender has done what it does for any message."""
         way = self._way(source, target)
         delay_us = way.delay_us
@@ -405,12 +365,7 @@ class Wires:
             )
         return self._ways[source, target]
 
-    def _stops(
-        self,
-        source: int,
-        target: int,
-        delay_us: float,
-    ) -> Iterator[_Stop]:
+    def _stops(self, source: int, target: int, delay_us: float) -> Iterator[_Stop]:
         """The interfaces that a message passes behind its sender's, all at once: its first bit is
         sent on before its last is there.
         """
@@ -424,12 +379,7 @@ class Wires:
             yield _Stop(half_way_us, send_on)
         yield from self._taking_in(source, target, delay_us)
 
-    def _taking_in(
-        self,
-        source: int,
-        rank: int,
-        after_us: float,
-    ) -> Iterator[_Stop]:
+    def _taking_in(self, source: int, rank: int, after_us: float) -> Iterator[_Stop]:
         """At the machine of `rank`, unless nothing but links bounds what it takes in."""
         network = self._network
         if network.share_machine(source, rank):
@@ -511,12 +461,7 @@ _Sent = tuple[int, Action]  # the step, and the SEND in it
 class Machines:
     """All that the ranks of a simulation share, and what has happened so far."""
 
-    def __init__(
-        self,
-        network: Network,
-        num_ranks: int,
-        hosts: Sequence[Host] = (),
-    ) -> None:
+    def __init__(self, network: Network, num_ranks: int, hosts: Sequence[Host] = ()) -> None:
         self.clock = Clock()
         self.network = network
         self.step = [0] * num_ranks  # by rank, which step it is at

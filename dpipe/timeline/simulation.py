@@ -205,12 +205,7 @@ class Simulation:
 
         self._occupy(rank, takes_us, over)
 
-    def _occupy(
-        self,
-        rank: int,
-        takes_us: float,
-        over: Call,
-    ) -> None:
+    def _occupy(self, rank: int, takes_us: float, over: Call) -> None:
         """Keep the thread of `rank` that computes for so long; longer where it shares cores."""
         cores = self.machines.cores.get(rank)
         if cores is not None and cores.host.computes:
@@ -266,12 +261,7 @@ class Simulation:
         self.machines.note(span, step)
         self.complete(rank, action, step)
 
-    def complete(
-        self,
-        rank: int,
-        action: Action,
-        step: int,
-    ) -> None:
+    def complete(self, rank: int, action: Action, step: int) -> None:
         replica = rank // self.schedule.num_ranks
         own, ahead = self.schedule.in_its_step(action)
         self.done[step + ahead, replica].add(own)
@@ -382,12 +372,7 @@ class Simulation:
             yield exchange_us / number, 1
             yield own_us, threads
 
-    def _computed(
-        self,
-        rank: int,
-        action: Action,
-        start_us: float,
-    ) -> None:
+    def _computed(self, rank: int, action: Action, start_us: float) -> None:
         self.idle_since[rank] = self.clock.now_us
         if action.op is Op.VOTE:
             self._note(rank, Lane.UPDATE, action, start_us)
@@ -401,13 +386,7 @@ class Simulation:
         lane = Lane.UPDATE if updates else Lane.COMPUTE
         self.finish(rank, lane, action, start_us)
 
-    def _note(
-        self,
-        rank: int,
-        lane: Lane,
-        action: Action,
-        start_us: float,
-    ) -> None:
+    def _note(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
         """A span that is over, though `action` may not be."""
         end_us = self.clock.now_us
         span = Span(rank, lane, action, start_us, end_us)
@@ -473,12 +452,7 @@ class Simulation:
         self._complete_now(rank, vote)
 
 
-def _go_through(
-    cores: Cores,
-    rank: int,
-    pieces: Iterator[_Piece],
-    over: Call,
-) -> None:
+def _go_through(cores: Cores, rank: int, pieces: Iterator[_Piece], over: Call) -> None:
     """`over` once `rank` has done all `pieces`, each when the one before it is."""
     piece = next(pieces, None)
     if piece is None:

@@ -97,9 +97,7 @@ def _lanes(timeline: Timeline, rank: int) -> dict[Lane, list[Span]]:
     return {lane: list(timeline.on(rank, lane)) for lane in Lane}
 
 
-def _busy(
-    lanes: dict[Lane, list[Span]],
-) -> list[Interval]:
+def _busy(lanes: dict[Lane, list[Span]]) -> list[Interval]:
     """When a rank has something to run; the optimizer's step is work as well."""
     return _union(lanes[Lane.COMPUTE] + lanes[Lane.UPDATE])
 

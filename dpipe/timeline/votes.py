@@ -17,11 +17,7 @@ from dpipe.timeline.machine import Call, Machines, handle
 COORDINATOR = 0  # the rank on whose host it is
 
 
-def delay_us(
-    network: Network,
-    source: int,
-    target: int,
-) -> float:
+def delay_us(network: Network, source: int, target: int) -> float:
     """Of a ballot or a verdict; ranks `source` and `target` may be the same."""
     # The coordinator is on this rank's own host; `link` would answer with the network's default.
     if source == target:
@@ -64,12 +60,7 @@ class Votes:
                 hear = partial(self._tell, rank, 0.0, partial(self._over, rank))
                 self._tell(COORDINATOR, verdict_us, hear)
 
-    def _tell(
-        self,
-        rank: int,
-        delay_us: float,
-        over: Call,
-    ) -> None:
+    def _tell(self, rank: int, delay_us: float, over: Call) -> None:
         """`over` once `rank` has done its end of a ballot or a verdict, and `delay_us` later."""
         machines = self._machines
         told = partial(machines.clock.after, delay_us, over)

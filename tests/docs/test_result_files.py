@@ -216,7 +216,7 @@ def real_compute() -> list[list[str]]:
 
 
 def test_real_compute_on_two_cores() -> None:
-    assert len(real_compute()) == 11
+    assert len(real_compute()) == 9
     assert table("Real compute on two cores") == real_compute()
 
 

@@ -335,6 +335,10 @@ def test_time_that_a_watched_step_takes_more() -> None:
     assert "a step takes less than 0.5 % longer" in one_line(text_of(DOCS / "watching.md"))
 
 
+GROUPS = (
+    "two stages, each of two tensor-parallel ranks",
+    "two stages, each of two tensor-parallel ranks, twice as wide",
+)
 EXCHANGES = 44  # of a tensor-parallel group in a step of two stages, as scripts/wakes.py counts
 
 
@@ -353,10 +357,7 @@ def test_core_time_of_messages() -> None:
 def test_what_is_left_of_an_exchange() -> None:
     left_ms = []
     lines = lines_of("real_compute")
-    for name in (
-        "two stages, each of two tensor-parallel ranks",
-        "two stages, each of two tensor-parallel ranks, twice as wide",
-    ):
+    for name in GROUPS:
         own = [line for line in lines if line["name"] == name]
         measured = median(line["measured_ms"] for line in own)
         predicted = median(line["parts_ms"]["messages"] for line in own)
@@ -367,24 +368,34 @@ def test_what_is_left_of_an_exchange() -> None:
     assert f"is {narrow:.1f} ms an exchange, and {wide:.1f} ms" in section
 
 
-def test_two_groups_in_the_real_time_class_take_what_is_predicted() -> None:
-    ratios: dict[str, list[float]] = {}
-    for line in lines_of("real_compute"):
-        if line["name"].endswith("real-time class"):
-            ratios.setdefault(line["name"], []).append(line["ratio"])
-    assert [len(each) for each in ratios.values()] == [3, 3]
-    narrow, wide = (f"{median(each):.2f}" for each in ratios.values())
-    assert all(0.92 < ratio < 1.08 for each in ratios.values() for ratio in each)
-    section = in_results("Real compute on two cores")
-    assert f"and they take {narrow} and {wide} of the predicted time" in section
-    less = []
-    for name in ratios:
-        computing = [computing_ms(of) for of in (name, name.removesuffix(", real-time class"))]
-        less.append(f"{(1 - computing[0] / computing[1]) * 100:.0f}")
-    assert "takes {} and {} % less of the cores".format(*less) in section
-
-
-def computing_ms(name: str) -> float:
-    part = "computing beside others"
+def of_groups(key: str) -> Iterator[tuple[list[float], list[float]]]:
+    """Of each, pinned to both cores and not."""
     lines = lines_of("real_compute")
-    return median(line["parts_ms"][part] for line in lines if line["name"] == name)
+    for name in GROUPS:
+        pinned, free = (
+            [line[key] for line in lines if line["name"] == of]
+            for of in (f"{name}, pinned to both cores", name)
+        )
+        assert len(pinned) == len(free) == 3
+        yield pinned, free
+
+
+def test_two_groups_that_are_pinned_take_what_is_predicted() -> None:
+    pinned, free = zip(*of_groups("ratio"), strict=True)
+    assert all(0.92 < ratio < 1.08 for each in pinned for ratio in each)
+    of_pinned, of_free = (
+        " and ".join(f"{median(of):.2f}" for of in each) for each in (pinned, free)
+    )
+    section = in_results("Real compute on two cores")
+    assert f"{of_pinned} of the predicted time, beside {of_free} where they are not" in section
+
+
+def test_what_pinning_two_groups_saves() -> None:
+    said = []
+    for pinned, free in of_groups("measured_ms"):
+        first, second, third = (f"{a / b:.2f}" for a, b in zip(pinned, free, strict=True))
+        said.append(f"{first}, {second} and {third}")
+    narrow, wide = said
+    section = in_results("Real compute on two cores")
+    assert f"{narrow} of the time in three turns" in section
+    assert f"and {wide} twice as wide" in section
