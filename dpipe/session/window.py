@@ -41,9 +41,9 @@ _LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few
 _LEAST_LOSSES = 5
 _LOSS_SHARE = 5e-4
 _TOGETHER_S = 0.2
-# Until a segment that was sent again is known to be lost, and not late: the other end says if it
-# has it twice, behind a queue that is longer than the timeout. 4 MiB take 3.4 s at 10 Mbit/s.
-_CERTAIN_S = 5.0
+# Retransmission timeouts until a segment that was sent again is known to be lost, and not late: the
+# other end says if it has it twice, behind a queue that may be longer than one timeout.
+_CERTAIN = 4
 # A queue to be bounded: round trips of so much, and so many times the shortest.
 _LONG_QUEUE_US = 500_000
 _LONG_QUEUE = 4
@@ -170,14 +170,14 @@ class Window:
         return min(burst_bytes, in_flight, info.window * info.segment)
 
     def _certainly_lost(self, info: TcpInfo) -> int:
-        """Segments: the fewest that seemed lost in the last seconds. Where a queue grows within a
-        round trip, segments are sent again that only wait in it.
+        """Segments: the fewest that seemed lost in the last few retransmission timeouts. Where a
+        queue grows within a round trip, segments are sent again that only wait in it.
         """
         now = time.monotonic()
         while self._suspected and self._suspected[-1][1] >= info.lost:
             self._suspected.pop()
         self._suspected.append((now, info.lost))
-        while self._suspected[0][0] < now - _CERTAIN_S:
+        while self._suspected[0][0] < now - _CERTAIN * info.timeout_us / 1e6:
             self._suspected.popleft()
         return self._suspected[0][1]
 

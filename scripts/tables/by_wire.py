@@ -13,6 +13,7 @@ _OF_PACKETS = {"loss_percent": "loss", "reorder_percent": "out of order"}
 
 NAMES = (
     "gpt3xl_narrow",
+    "gpt3xl_home",
     "gpt3xl_stock",  # with TCP as it comes
     "gpt3xl_stock_cubic",
     "gpt3xl_stock_bbr",

@@ -294,6 +294,7 @@ def test_network_of_a_row_says_what_becomes_of_its_packets(table):
     "name",
     [
         "gpt3xl_narrow",
+        "gpt3xl_home",
         "gpt3xl_stock",
         "gpt3xl_stock_cubic",
         "gpt3xl_stock_bbr",
