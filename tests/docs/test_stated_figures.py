@@ -255,6 +255,18 @@ def test_what_slices_of_few_micro_batches_save() -> None:
     assert f"{fp32} in fp32 and {bf16} in bf16; [other networks]" in page
 
 
+def test_steps_of_fp32_over_50_ms_with_cubic_differ() -> None:
+    (line,) = [
+        line
+        for line in lines_of("gpt3xl_stock_cubic")
+        if (line["delay_ms"], line["bandwidth_gbps"], line["wire"]) == (50, 1, "fp32")
+    ]
+    _, *seconds = line["steps_s"]
+    assert len(seconds) == 5
+    section = in_results("TCP as it comes")
+    assert f"five steps took {min(seconds):.1f} to {max(seconds):.1f} s" in section
+
+
 def test_four_bits_forward_by_seed() -> None:
     losses = by_name("convergence_wires")
     seeds = [
