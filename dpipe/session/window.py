@@ -43,7 +43,7 @@ _LOSS_SHARE = 5e-4
 _TOGETHER_S = 0.2
 # Retransmission timeouts until a segment that was sent again is known to be lost, and not late: the
 # other end says if it has it twice, behind a queue that may be longer than one timeout.
-_CERTAIN = 0
+_CERTAIN = 4
 # A queue to be bounded: round trips of so much, and so many times the shortest.
 _LONG_QUEUE_US = 500_000
 _LONG_QUEUE = 4
