@@ -86,4 +86,4 @@ def test_rows_are_printed_and_kept(today, tmp_path: Path) -> None:
     result = CliRunner().invoke(today.main, words)
     assert result.exit_code == 0
     assert result.output == out.read_text(encoding="utf-8")
-    assert len(lines_of(out)) == 4
+    assert len(lines_of(out)) == 6
