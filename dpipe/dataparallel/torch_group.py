@@ -103,7 +103,8 @@ class TorchGroup:
     def fail(self, error: Exception) -> None:
         """End what is in progress here with `error`; the other replicas lose this one."""
         self._error = error  # first: the thread that waits reads it once the abort wakes it
-        self._group.abort()
+        if self.device.type == "cuda":  # gloo's ends nothing
+            self._group.abort()
 
     def _begin(self, values: torch.Tensor) -> "_Part":
         wire = self._codec.encode(values)  # `values` itself where the format changes nothing

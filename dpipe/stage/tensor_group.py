@@ -89,7 +89,9 @@ class TensorGroup:
         """From any thread: let the collective under way, and all that follow, raise `error`."""
         self._error = error  # first: the thread that waits reads it as soon as the abort wakes it
         group = self._group
-        if group is not None:
+        # Gloo's abort ends nothing, and whoever drops such a group last waits for its peers: that
+        # must be the thread that uses it.
+        if self._device.type == "cuda" and group is not None:
             group.abort()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from dpipe.wire.rpc import Security
 
 RUN = {"id": "0123456789abcdef", "folder": "run", "host": "here"}
 END_S = 60.0
+HEARS_S = 1.0
 
 
 @dataclass
@@ -40,8 +41,17 @@ class Epoch:
         return [self.ends[rank] for rank in sorted(self.ends)]
 
     def abort(self, reason: str = "a machine is gone") -> None:
-        for control in self.controls:
-            control.abort(reason)
+        """Each machine hears it by a thread of its own: one that drops a torch group waits until
+        the others have.
+        """
+        hearing = [
+            threading.Thread(target=control.abort, args=(reason,), daemon=True)
+            for control in self.controls
+        ]
+        for thread in hearing:
+            thread.start()
+        for thread in hearing:
+            thread.join(HEARS_S)
 
 
 class Cluster:
