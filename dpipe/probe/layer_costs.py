@@ -39,7 +39,8 @@ class LayerCost:
 
 # By recipe, the cost of a layer and what it returned on the meta device: the blocks of a model are
 # alike, and following the shapes of one takes 30 ms.
-_KNOWN: dict[Hashable, tuple[LayerCost, tuple[torch.Tensor, ...]]] = {}
+_Known = dict[Hashable, tuple[LayerCost, tuple[torch.Tensor, ...]]]
+_KNOWN: _Known = {}
 
 
 def probe(
@@ -55,7 +56,7 @@ def probe(
     """
     tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
     costs = []
-    of_this_model: dict[Hashable, tuple[LayerCost, tuple[torch.Tensor, ...]]] = {}
+    of_this_model: _Known = {}  # by what it says of a layer itself
     for index in range(len(model.layers)):
         known = _KNOWN
         recipe = recipe_of(model.layers[index], tensors, dtype)

@@ -146,7 +146,7 @@ class Window:
         self._best_rate = 0  # bytes a second
         self._sent = 0  # segments, when they were last looked at
         self._lost = 0
-        # When, and what had been lost then, as far as it seemed; never more than later.
+        # When, and how much seemed lost then: less than at any later time.
         self._suspected = deque([(time.monotonic(), 0)])
 
     def look(self, burst_bytes: int) -> int:

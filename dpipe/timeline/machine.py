@@ -58,9 +58,9 @@ class Cores:
     there too.
 
     A thread that begins to work goes to where it was last; if that core has something to do and
-    another has not, to the other. It then stays: as long as threads sleep for less than half a
-    millisecond, Linux leaves one that waits where it is until the next tick of its clock, though
-    another core has nothing to do.
+    another has not, to the other. It then stays: where cores pause for less than half a millisecond
+    at a time, Linux leaves a thread that waits where it is until the next tick of its clock, though
+    another core has nothing to do. Where they pause for longer a tick is little.
 
         core 0  [A      ][A and C, half each            ][A
         core 1  [B                ]                      [C
