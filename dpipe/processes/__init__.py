@@ -1,5 +1,6 @@
 """Which rank a process is, and how the ranks of a machine are started and stopped.
 
+cores.py         which cores the ranks of tensor-parallel groups compute on
 environment.py   which rank a process is; the only reader of the process's environment
 imports.py       imports that stay, left out of the collection of garbage
 launch.py        all ranks as processes of this machine: signals, logs, exit code

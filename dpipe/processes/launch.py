@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -56,6 +56,7 @@ def launch(
     logs: Path,
     coordinator: str | None = None,
     environ: Mapping[str, str] | None = None,
+    cores: Sequence[Sequence[int]] = (),
     on_line: Say = lambda line: None,
     grace_s: float = GRACE_S,
     timeout_s: float = math.inf,
@@ -66,7 +67,8 @@ def launch(
     first, or 0.
 
     Each rank finds `DPIPE_RANK` and so on, and the run's token, in its environment. Rank 0 writes
-    to this terminal, with `quiet` to a log as the others do. `on_line` gets the launcher's own
+    to this terminal, with `quiet` to a log as the others do. `cores` are those that each rank may
+    use; without them, all that the launcher may. `on_line` gets the launcher's own
     messages, such as the last lines of the rank that failed first. `on_row` gets each row of
     metrics that rank 0 writes, in this thread; an exception of it kills the ranks and is raised
     here.
@@ -92,6 +94,8 @@ def launch(
             for rank in range(num_ranks):
                 own = {"DPIPE_RANK": str(rank), "DPIPE_LOCAL_RANK": str(rank)}
                 ranks.start(rank, argv_of_rank(rank), {**inherited, **shared, **own}, logs)
+                if cores:
+                    ranks.pin(rank, cores[rank])
             failed = ranks.wait(grace_s, timeout_s)
         finally:
             ranks.kill()  # also where `on_row` raised, or a rank could not be started
@@ -235,6 +239,11 @@ class _Ranks:
             self._ranks.append(_Rank(number, process, log, file.tell() if file else 0))
         if self._stop:  # asked to stop while starting
             self._ranks[-1].signal(self._stop)
+
+    def pin(self, number: int, cores: Sequence[int]) -> None:
+        """A rank that was just started: it is the leash still, and has one thread."""
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(self._ranks[number].process.pid, cores)
 
     def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
         """Wait until all have ended; returns the one that failed first, after which the others have

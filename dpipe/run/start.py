@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from dpipe.config.load import Config, in_folder, load
@@ -19,6 +20,7 @@ from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.planner.fits import refuse_other_seat
 from dpipe.probe.launcher_costs import to_text
+from dpipe.processes.cores import cores_in_turn
 from dpipe.processes.environment import LAYER_COSTS, ProcessInfo, environment, process_info
 from dpipe.processes.launch import launch
 from dpipe.report.rows import OnRow, rows_to_launcher
@@ -64,11 +66,13 @@ def launch_ranks(
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
     argv = _train_command(path, overrides, resume, fallback, change, trust_code)
+    size = num_ranks or config.world_size
     exit_code = launch(
         lambda rank: argv,
-        num_ranks or config.world_size,
+        size,
         logs=folder / "logs",
         environ={**environment(), LAYER_COSTS: to_text(config.digest(), run_plan.probed)},
+        cores=_cores(config, size),
         on_line=say,
         quiet=quiet,
         on_row=on_row,
@@ -96,6 +100,14 @@ def _refuse_start(run_plan: RunPlan, num_ranks: int | None, resume: bool) -> Non
             'pipeline.plan "auto" plans for the ranks that join: say how many to start (-n)'
         )
     _refuse_resuming(config, resume)
+
+
+def _cores(config: Config, num_ranks: int) -> list[list[int]]:
+    # Replayed stages sleep, and leave the cores to others.
+    on_cpu = torch.device(config.node.device).type == "cpu" and config.model.family.computes
+    if not on_cpu:
+        return []
+    return cores_in_turn(num_ranks, config.tensor_parallel.size, config.node.threads)
 
 
 def _train_command(

@@ -380,15 +380,17 @@ def test_what_is_left_of_an_exchange() -> None:
     assert f"is {narrow:.1f} ms an exchange, and {wide:.1f} ms" in section
 
 
-def of_groups(key: str) -> Iterator[tuple[list[float], list[float]]]:
+def of_groups(
+    key: str, file: str = "real_compute", times: int = 3
+) -> Iterator[tuple[list[float], list[float]]]:
     """Of each, pinned to both cores and not."""
-    lines = lines_of("real_compute")
+    lines = lines_of(file)
     for name in GROUPS:
         pinned, free = (
             [line[key] for line in lines if line["name"] == of]
             for of in (f"{name}, pinned to both cores", name)
         )
-        assert len(pinned) == len(free) == 3
+        assert len(pinned) == len(free) == times
         yield pinned, free
 
 
@@ -411,3 +413,18 @@ def test_what_pinning_two_groups_saves() -> None:
     section = in_results("Real compute on two cores")
     assert f"{narrow} of the time in three turns" in section
     assert f"and {wide} twice as wide" in section
+
+
+def test_what_pinning_two_groups_saves_on_slower_cores() -> None:
+    section = in_results("Real compute on two cores")
+    times = []
+    for pinned, free in of_groups("measured_ms", "real_compute_slower", 2):
+        times.append(" and ".join(f"{a / b:.2f}" for a, b in zip(pinned, free, strict=True)))
+    narrow, wide = times
+    assert f"{narrow}, and {wide} twice as wide" in section
+    ratios = list(of_groups("ratio", "real_compute_slower", 2))
+    of_pinned, of_free = (
+        [f"{ratio:.2f}" for each in ratios for ratio in each[which]] for which in (0, 1)
+    )
+    assert f"{', '.join(of_pinned[:3])} and {of_pinned[3]} of the predicted time" in section
+    assert f"{', '.join(of_free[:3])} and {of_free[3]} where nobody had pinned" in section
