@@ -13,8 +13,6 @@ from dpipe.session.frames import ByteStream
 from dpipe.session.window import Losses, Window
 from dpipe.wire.rpc import TLS_NAME, Security
 
-# Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
-_WRITE_BYTES = 512 << 10
 # A thread that reads a tensor is woken for so many: each wake interrupts the sender's core.
 _WAKE_BYTES = 512 << 10
 _FEW_BYTES = 64 << 10  # up to here a thread is woken for the first byte, without a system call
@@ -48,7 +46,7 @@ class SocketStream(ByteStream):
         self._socket.sendall(few, _MORE if large else 0)
         left = memoryview(parts[-1])
         while large and left:
-            written = self._socket.send(left[:_WRITE_BYTES])
+            written = self._socket.send(left[: self._window.write_bytes])
             left = left[written:]
 
     def can_write(self, wait_ms: int = 0) -> bool:

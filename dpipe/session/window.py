@@ -17,7 +17,8 @@ congestion.
 
 Where nothing is lost Reno and CUBIC fill whatever queue a router has, and the kernel lets 4 MiB be
 under way: seconds of a slow link, behind which signs of life wait. Where round trips say that it
-comes to that, the kernel's send buffer is bounded by what the path holds.
+comes to that, the kernel's send buffer is bounded by what the path holds. It takes all that it is
+given at once, so it is given no more than that.
 """
 
 import math
@@ -49,6 +50,8 @@ _LONG_QUEUE_US = 500_000
 _LONG_QUEUE = 4
 _LEAST_BUFFER_BYTES = 32 << 10  # that are asked for: the kernel takes twice as many
 _MOST_BUFFER_BYTES = 1 << 30
+# Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
+_WRITE_BYTES = 512 << 10
 _BUFFER_LOCK = 72  # SO_BUF_LOCK of linux/socket.h, from Linux 5.14 on
 # Offsets in `struct tcp_info` of linux/tcp.h, which only grows.
 _TIMEOUT = 8
@@ -143,6 +146,7 @@ class Window:
         self._closes = self._fills_queues and _slow_starts_after_idle()
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
+        self.write_bytes = _WRITE_BYTES  # at most, at once
         self._best_rate = 0  # bytes a second
         self._sent = 0  # segments, when they were last looked at
         self._lost = 0
@@ -194,6 +198,7 @@ class Window:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
         given = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
         self._is_bounded = given >= wanted
+        self.write_bytes = min(wanted, _WRITE_BYTES) if self._is_bounded else _WRITE_BYTES
         if not self._is_bounded:  # this user may not have so much: leave it to the kernel again
             self._socket.setsockopt(socket.SOL_SOCKET, _BUFFER_LOCK, 0)
 

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,23 @@ def test_parts_arrive_in_order_whatever_the_kernel_takes_at_a_time(streams: Stre
     read(streams[1], memoryview(arrived))
     writer.join(5)
     assert arrived == b"".join(parts)
+
+
+def test_large_part_is_given_to_the_kernel_in_pieces(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = []
+    write = streams[0]
+    monkeypatch.setattr(write._window, "write_bytes", 40_000)
+    real = write._socket.send
+    own = SimpleNamespace(
+        sendall=write._socket.sendall,
+        send=lambda view: pieces.append(len(view)) or real(view),
+        close=write._socket.close,
+    )
+    monkeypatch.setattr(write, "_socket", own)
+    write.write(b"head", bytes(100_000))
+    assert pieces == [40_000, 40_000, 20_000]
 
 
 def test_read_beyond_the_end_raises(streams: Streams) -> None:

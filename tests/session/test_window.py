@@ -140,6 +140,17 @@ def test_queue_that_takes_long_is_bounded(
     assert not is_left_to_the_kernel(sock)
 
 
+def test_kernel_is_given_no_more_than_its_bound_at_once(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    """It takes all of it."""
+    filled = Window(sock)
+    before = filled.write_bytes
+    say(monkeypatch, **BLOATED)
+    filled.look(0)
+    assert filled.write_bytes == 160_000 < before
+
+
 def test_bound_grows_with_what_the_path_holds(
     monkeypatch: pytest.MonkeyPatch, sock: socket.socket
 ) -> None:
@@ -157,8 +168,10 @@ def test_bound_that_the_host_does_not_give_is_left_to_the_kernel(
 ) -> None:
     filled = Window(sock)
     say(monkeypatch, **BLOATED | {"bytes_per_s": 100_000_000_000})
+    before = filled.write_bytes
     filled.look(0)
     assert is_left_to_the_kernel(sock)
+    assert filled.write_bytes == before
 
 
 def test_kernel_that_cannot_take_a_bound_back_is_given_none(
