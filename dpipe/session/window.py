@@ -17,8 +17,8 @@ congestion.
 
 Where nothing is lost Reno and CUBIC fill whatever queue a router has, and the kernel lets 4 MiB be
 under way: seconds of a slow link, behind which signs of life wait. Where round trips say that it
-comes to that, the kernel's send buffer is bounded by what the path holds. It takes all that it is
-given at once, so it is given no more than that.
+comes to that, the kernel's send buffer is bounded by what the path holds. With an open window it
+may take more than that in one call, so it is given no more in a call.
 """
 
 import math
@@ -146,7 +146,7 @@ class Window:
         self._closes = self._fills_queues and _slow_starts_after_idle()
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
-        self.write_bytes = _WRITE_BYTES  # at most, at once
+        self.write_bytes = _WRITE_BYTES  # at most, in a call
         self._best_rate = 0  # bytes a second
         self._sent = 0  # segments, when they were last looked at
         self._lost = 0

@@ -140,10 +140,10 @@ def test_queue_that_takes_long_is_bounded(
     assert not is_left_to_the_kernel(sock)
 
 
-def test_kernel_is_given_no_more_than_its_bound_at_once(
+def test_kernel_is_given_no_more_than_its_bound_in_a_call(
     monkeypatch: pytest.MonkeyPatch, sock: socket.socket
 ) -> None:
-    """It takes all of it."""
+    """It may take all of it, whatever its bound."""
     filled = Window(sock)
     before = filled.write_bytes
     say(monkeypatch, **BLOATED)
