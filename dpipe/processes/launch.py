@@ -88,21 +88,18 @@ def launch(
         "PYTHONUNBUFFERED": "1",  # else the last lines of a killed rank are lost
     }
     rows = RowPipe(on_row) if on_row is not None else None
-    ranks = _Ranks(on_line, quiet, rows)
+    ranks = _Ranks(on_line, quiet, rows, cores)
     with ranks.handling_signals(), rows or nullcontext():
         try:
             for rank in range(num_ranks):
                 own = {"DPIPE_RANK": str(rank), "DPIPE_LOCAL_RANK": str(rank)}
                 ranks.start(rank, argv_of_rank(rank), {**inherited, **shared, **own}, logs)
-                if cores:
-                    ranks.pin(rank, cores[rank])
             failed = ranks.wait(grace_s, timeout_s)
         finally:
             ranks.kill()  # also where `on_row` raised, or a rank could not be started
     if failed is None:
         return 0
-    lines = [NOT_UNDER_WAY] if ranks.have_stopped(failed) else failed.last_lines()
-    for line in lines:
+    for line in ranks.last_lines(failed):
         on_line(line)
     if failed.exit_code == InputError.exit_code:
         ranks.take_back_logs()
@@ -177,8 +174,11 @@ def open_log(log: Path) -> BinaryIO:
 class _Ranks:
     """The local processes of one run."""
 
-    def __init__(self, say: Say, quiet: bool, rows: RowPipe | None) -> None:
+    def __init__(
+        self, say: Say, quiet: bool, rows: RowPipe | None, cores: Sequence[Sequence[int]]
+    ) -> None:
         self._rows = rows
+        self._cores = cores
         self._ranks: list[_Rank] = []
         self._say = say
         self._quiet = quiet
@@ -209,9 +209,12 @@ class _Ranks:
             self._stop = signal.SIGKILL
         self._signal_all(self._stop)
 
-    def have_stopped(self, rank: _Rank) -> bool:
-        """Whether the first signal that was sent ended `rank`: a rank that trains catches it."""
-        return self._stop is signal.SIGTERM and rank.process.returncode == -signal.SIGTERM
+    def last_lines(self, failed: _Rank) -> list[str]:
+        """What to say of the rank that failed first."""
+        # A rank that trains catches the first signal that is sent.
+        if self._stop is signal.SIGTERM and failed.process.returncode == -signal.SIGTERM:
+            return [NOT_UNDER_WAY]
+        return failed.last_lines()
 
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:
@@ -237,13 +240,11 @@ class _Ranks:
                 start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
             )
             self._ranks.append(_Rank(number, process, log, file.tell() if file else 0))
+        if self._cores:  # it is the leash still, and has one thread
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(process.pid, self._cores[number])
         if self._stop:  # asked to stop while starting
             self._ranks[-1].signal(self._stop)
-
-    def pin(self, number: int, cores: Sequence[int]) -> None:
-        """A rank that was just started: it is the leash still, and has one thread."""
-        with suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(self._ranks[number].process.pid, cores)
 
     def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
         """Wait until all have ended; returns the one that failed first, after which the others have

@@ -66,13 +66,12 @@ def launch_ranks(
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
     argv = _train_command(path, overrides, resume, fallback, change, trust_code)
-    size = num_ranks or config.world_size
     exit_code = launch(
         lambda rank: argv,
-        size,
+        num_ranks or config.world_size,
         logs=folder / "logs",
-        environ={**environment(), LAYER_COSTS: to_text(config.digest(), run_plan.probed)},
-        cores=_cores(config, size),
+        environ=_environment(run_plan),
+        cores=_cores(config, num_ranks),
         on_line=say,
         quiet=quiet,
         on_row=on_row,
@@ -102,12 +101,18 @@ def _refuse_start(run_plan: RunPlan, num_ranks: int | None, resume: bool) -> Non
     _refuse_resuming(config, resume)
 
 
-def _cores(config: Config, num_ranks: int) -> list[list[int]]:
+def _environment(run_plan: RunPlan) -> dict[str, str]:
+    costs = to_text(run_plan.config.digest(), run_plan.probed)
+    return {**environment(), LAYER_COSTS: costs}
+
+
+def _cores(config: Config, num_ranks: int | None) -> list[list[int]]:
     # Replayed stages sleep, and leave the cores to others.
     on_cpu = torch.device(config.node.device).type == "cpu" and config.model.family.computes
     if not on_cpu:
         return []
-    return cores_in_turn(num_ranks, config.tensor_parallel.size, config.node.threads)
+    ranks = num_ranks or config.world_size
+    return cores_in_turn(ranks, config.tensor_parallel.size, config.node.threads)
 
 
 def _train_command(
