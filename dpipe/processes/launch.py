@@ -240,11 +240,19 @@ class _Ranks:
                 start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
             )
             self._ranks.append(_Rank(number, process, log, file.tell() if file else 0))
-        if self._cores:  # it is the leash still, and has one thread
-            with suppress(ProcessLookupError):  # it has just ended
-                os.sched_setaffinity(process.pid, self._cores[number])
+        if self._cores:
+            self._pin(process.pid, self._cores[number])
         if self._stop:  # asked to stop while starting
             self._ranks[-1].signal(self._stop)
+
+    def _pin(self, started: int, cores: Sequence[int]) -> None:
+        """Of a process that was just started: it is the leash still, and has one thread."""
+        try:
+            os.sched_setaffinity(started, cores)
+        except ProcessLookupError:
+            pass  # it has just ended
+        except OSError as error:  # a container may forbid it
+            self._say(f"a rank cannot be pinned to its cores, and may be slower: {error.strerror}")
 
     def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
         """Wait until all have ended; returns the one that failed first, after which the others have

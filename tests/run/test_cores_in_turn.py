@@ -1,5 +1,6 @@
 """Which cores the ranks of a launch compute on, and where they are left to the scheduler."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -69,6 +70,21 @@ def test_rank_and_what_it_starts_stay_on_its_cores(tmp_path: Path) -> None:
     argv = [sys.executable, "-S", "-c", show]
     assert launch(lambda rank: argv, 2, logs=tmp_path, cores=[[last], [last]]) == 0
     assert (tmp_path / "rank-1.log").read_text() == f"{{{last}}}\n" * 2
+
+
+def test_rank_that_may_not_be_pinned_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    said: list[str] = []
+    argv = [sys.executable, "-S", "-c", ""]
+    assert launch(lambda rank: argv, 1, logs=tmp_path, cores=[[0]], on_line=said.append) == 0
+    assert said == [
+        "a rank cannot be pinned to its cores, and may be slower: Operation not permitted"
+    ]
 
 
 @pytest.mark.parametrize(

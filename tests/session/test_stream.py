@@ -44,16 +44,17 @@ def test_large_part_is_given_to_the_kernel_in_pieces(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = []
-    write = streams[0]
-    monkeypatch.setattr(write._window, "write_bytes", 40_000)
-    real = write._socket.send
-    own = SimpleNamespace(
-        sendall=write._socket.sendall,
-        send=lambda view: pieces.append(len(view)) or real(view),
-        close=write._socket.close,
-    )
-    monkeypatch.setattr(write, "_socket", own)
-    write.write(b"head", bytes(100_000))
+    stream = streams[0]
+    real = stream._socket
+
+    def send(view: memoryview) -> int:
+        pieces.append(len(view))
+        return real.send(view)
+
+    monkeypatch.setattr(stream._window, "write_bytes", 40_000)
+    own = SimpleNamespace(sendall=real.sendall, send=send, close=real.close)
+    monkeypatch.setattr(stream, "_socket", own)
+    stream.write(b"head", bytes(100_000))
     assert pieces == [40_000, 40_000, 20_000]
 
 
