@@ -72,9 +72,7 @@ def test_rank_and_what_it_starts_stay_on_its_cores(tmp_path: Path) -> None:
     assert (tmp_path / "rank-1.log").read_text() == f"{{{last}}}\n" * 2
 
 
-def test_rank_that_may_not_be_pinned_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_may_not_be_pinned_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
