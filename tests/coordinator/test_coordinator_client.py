@@ -425,8 +425,9 @@ def _deafen(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "tick", lambda self, now: self.members.clear())
 
 
+@pytest.mark.waits  # a busy machine looks late, and forgives itself
 def test_silent_coordinator_is_lost(run, monkeypatch):
-    (alone,) = run.meet(1, heartbeat_s=1.6)  # a busy machine looks late, and forgives itself
+    (alone,) = run.meet(1, heartbeat_s=1.6)
     _deafen(monkeypatch)
     with pytest.raises(RunAborted, match="lost the coordinator"):
         alone.gather("step/1", b"").wait(20)
