@@ -88,4 +88,4 @@ def test_step_takes_the_predicted_time(
         assert seconds >= 0.995 * predicted
         return seconds
 
-    assert settled(look, lambda seconds: seconds <= most_s) <= most_s
+    assert settled(look, lambda seconds: seconds <= most_s, tries=10) <= most_s
