@@ -13,14 +13,16 @@ import os
 
 
 def cores_in_turn(num_ranks: int, group_size: int, threads: int) -> list[list[int]]:
-    """The cores of each rank, of those that this process may use; empty where ranks are better left
-    to the scheduler: there are cores for all, a group has not one for each of its ranks, or some
-    cores would get more ranks than others.
+    """The cores of each rank, `threads` each, of those that this process may use.
+
+    Empty where ranks are better left to the scheduler: there are cores for all, a group has not one
+    for each of its ranks, or some cores would get more ranks than others.
     """
     usable = sorted(os.sched_getaffinity(0))
     places = [usable[first : first + threads] for first in range(0, len(usable), threads)]
     whole = [place for place in places if len(place) == threads]
-    shares = len(whole) < num_ranks and not num_ranks % max(1, len(whole))
-    if group_size == 1 or len(whole) < group_size or not shares:
+    if group_size == 1 or len(whole) < group_size:
+        return []
+    if len(whole) >= num_ranks or num_ranks % len(whole):
         return []
     return [whole[rank % len(whole)] for rank in range(num_ranks)]
