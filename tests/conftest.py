@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -44,13 +45,30 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)  # `-m` chooses among the marks that are there
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """scripts/test finds the files with these marks by their text, and collects no others."""
+    _mark_further_cases(items)
+    # scripts/test finds the files with these marks by their text, and collects no others.
     text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
     for item in items:
         for mark in ("gpu", "stand_in"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
                 raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
+
+
+def _mark_further_cases(items: list[pytest.Item]) -> None:
+    """As `slow`: all cases of a test but `some_cases`, which are spread over them evenly."""
+    by_test = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("some_cases"):
+            test, _, _ = item.nodeid.partition("[")
+            by_test[test].append(item)
+    for cases in by_test.values():
+        (number,) = cases[0].get_closest_marker("some_cases").args
+        places = {part * len(cases) // number for part in range(number)}
+        for place, case in enumerate(cases):
+            if place not in places:
+                case.add_marker("slow")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -42,6 +42,7 @@ def test_source_distribution_has_what_its_build_compiles_and_its_users_name(tmp_
     assert not [name for name in names if name.startswith("docs/generated")]
 
 
+@pytest.mark.slow
 def test_release_trains_outside_the_checkout(tmp_path):
     """As `python -m build` and pip make it, without a network: the wheel is made of the source
     distribution, and what it installs trains, writes its report, and has the lab's profiles. A

@@ -18,7 +18,8 @@ T = TypeVar("T")
 _FOLDER = "coordinator"
 _TERM = re.compile(r"(\d{4,9})-term\.json")
 # Which create a name once, however many try: POSIX by a link; the others by a condition that the
-# service itself checks (If-None-Match, ifGenerationMatch), as s3fs, gcsfs and adlfs send it.
+# service itself checks (If-None-Match, ifGenerationMatch), as s3fs, gcsfs and adlfs send it. What
+# is in memory one process has to itself.
 _CREATES_ONCE = ("file", "memory", "s3", "gs", "abfs")
 
 

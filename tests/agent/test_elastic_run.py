@@ -167,6 +167,7 @@ PARTS = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("parts", PARTS)
 def test_ranks_that_have_layers_together_are_replaced(
     parts: str, forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]

@@ -15,6 +15,7 @@ TWO_REPLICAS = (
 )
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -108,6 +108,7 @@ def test_rank_that_talks_nonsense_is_lost(run, nonsense):
         run.join(0, 1)
 
 
+@pytest.mark.waits  # a busy machine looks late, and forgives itself
 def test_silent_rank_is_lost_within_a_heartbeat(run):
     server = run.serve(2, heartbeat_s=0.5)
     silent = Stranger(server.port, _join(0, 2))

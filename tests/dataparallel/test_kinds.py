@@ -105,6 +105,7 @@ def equal(one: Layered, other: Layered) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
 
 
+@pytest.mark.some_cases(15)
 @pytest.mark.parametrize(
     ("kind", "lag"), [(kind, 0) for kind in KINDS] + [(kind, 1) for kind in DELAYABLE]
 )

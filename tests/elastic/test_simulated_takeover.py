@@ -15,6 +15,7 @@ CHUNKS = 4
 SEEDS = 1000 // CHUNKS
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_run_outlives_its_coordinators_and_has_one_truth(chunk: int) -> None:
     for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):

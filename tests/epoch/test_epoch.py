@@ -206,6 +206,7 @@ def test_run_aborted_in_every_phase_is_that_of_nobody(
     assert max(ended_s.values()) < 30, ended_s
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("keys", HELD)
 def test_rank_whose_machine_is_gone_is_taken_from_its_guard(
     keys: dict[str, Any], cluster: Callable[..., Cluster], undisturbed: Any

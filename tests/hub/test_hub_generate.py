@@ -11,6 +11,7 @@ published = pytest.importorskip("hub.published")
 layers_module = pytest.importorskip("dpipe.hub.layers")
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("family", published.FAMILIES)
 def test_tokens_are_those_without_a_cache_and_go_through_once(family, tmp_path):
     """Past a sliding window of 6, and past the context of 20, from where on nothing is kept."""

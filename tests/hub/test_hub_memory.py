@@ -58,6 +58,7 @@ def test_simulate_needs_the_configuration_of_a_model_alone(tmp_path):
     assert predicted["memory"][0]["total"] > 0
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.parametrize(
     ("family", "way"),

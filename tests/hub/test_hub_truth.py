@@ -42,6 +42,7 @@ def gradients(stages):
     return named
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("family", published.FAMILIES)
 def test_loss_and_gradients_are_those_of_transformers(family, tmp_path):
     folder = published.save(family, tmp_path / "model")

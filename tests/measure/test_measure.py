@@ -94,6 +94,7 @@ def doubted(found: MeasuredCluster) -> list[str]:
     return [line for line in found.problems if not any(words in line for words in BUSY)]
 
 
+@pytest.mark.waits
 def test_all_ranks_end_with_the_same_machines_and_links() -> None:
     first, *others = measured_by(honest, honest, honest)
     assert not doubted(first)
@@ -119,6 +120,7 @@ def test_connections_are_encrypted_where_the_run_is(authority) -> None:
     assert len(first.cluster.links) == 2
 
 
+@pytest.mark.waits
 def test_pair_that_cannot_talk_is_named_and_the_others_are_measured() -> None:
     """Rank 2 does not hear rank 1, as behind a firewall."""
 

@@ -65,6 +65,7 @@ def test_router_carries_coalesced_packets(lab):
     assert coalesces(lab) or coalesces(labs.measured(lab))
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "link", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps"
 )

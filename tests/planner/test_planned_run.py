@@ -87,6 +87,7 @@ def test_plan_of_three_machines_is_trained_where_it_places_the_stages(tmp_path: 
     assert inputs.assumed_network.links == decided.best.network.links
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     ("sections", "cluster"),
     [

@@ -59,6 +59,7 @@ def exhaustive_optimum(given: PlanProblem, objective: Objective, num_machines: i
     return float(least)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_search_of_five_machines_finds_the_optimum(seed: int) -> None:
     given = problem(job(num_layers=5), machines(5, seed))
@@ -93,6 +94,7 @@ def test_search_of_machines_with_little_memory_finds_the_optimum(seed: int) -> N
     assert best.shape.stages > 1
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_search_of_eight_machines_finds_the_optimum(seed: int) -> None:
     stated = {"train": {"num_microbatches": 4}, "pipeline": {"recompute": "none"}}

@@ -25,6 +25,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CUTS)
 def test_losses_do_not_depend_on_the_number_of_stages(
     tiny: Make, losses: Losses, tmp_path: Path, name: str

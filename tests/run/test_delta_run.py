@@ -87,6 +87,7 @@ def rows_of(cache: SampleCache) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -122,6 +123,7 @@ def test_replicas_each_remember_what_they_have_seen(
     assert len(caches[0, 0]) == 4
 
 
+@pytest.mark.slow
 def test_deltas_of_four_bits_end_closer_to_fp32_than_four_bits(chats: Make, losses: Losses) -> None:
     exact = losses(chats("exact", wire("none")))
     directly = losses(chats("direct", wire("int4")))

@@ -72,6 +72,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("cut", CUTS)
 def test_losses_are_the_same_bit_for_bit(
     cut: str, tiny: Make, losses: Losses, tmp_path: Path

@@ -23,6 +23,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CUTS)
 def test_losses_of_slices_do_not_depend_on_stages_and_schedule(
     tiny: Make, losses: Losses, tmp_path: Path, name: str

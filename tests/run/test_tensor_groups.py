@@ -53,6 +53,7 @@ def column(config: Config, key: str) -> list[float]:
     return [row[key] for row in read_rows(Path(config.run.folder)) if key in row]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
@@ -106,6 +107,7 @@ def test_tensor_parallel_stages_have_the_losses_of_one_process(
         assert column(shared, key) == pytest.approx(column(alone, key), rel=ROUNDING)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -65,6 +65,7 @@ def test_every_table_has_its_rows_kept(table) -> None:
     assert names() == sorted(predicted)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", [name for name in names() if name != "gpt3xl_gpipe_network"])
 def test_prediction_of_today_is_the_one_that_is_kept(table, name) -> None:
     """After an intended change: `scripts/table.py NAME --mode sim --csv` into the file, and --page
@@ -74,6 +75,7 @@ def test_prediction_of_today_is_the_one_that_is_kept(table, name) -> None:
     assert today == (KEPT / f"{name}.csv").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_published_system_and_fixed_schedules_are_predicted_as_it_is_kept(table) -> None:
     """The rows of a search take minutes: `scripts/table.py gpt3xl_gpipe_network --mode sim`."""
     kept = list(csv.DictReader(io.StringIO((KEPT / "gpt3xl_gpipe_network.csv").read_text())))
@@ -137,6 +139,7 @@ def test_table_says_its_assumptions_below_its_rows(table) -> None:
     assert text.count("| fitted on ") == 5
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", [name for name in names() if name != "gpt3xl_gpipe_network"])
 def test_page_says_what_the_table_comes_to(table, name, tmp_path) -> None:
     page = ROOT / "docs/results.md"

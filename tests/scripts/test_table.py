@@ -98,6 +98,7 @@ def test_link_that_a_first_window_fills_has_no_start_up(table):
     assert table.tcp.start_up_ms(Link(delay_ms=0.1, bandwidth_gbps=10), 2**24) == 0
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("network", "fp32_s", "bf16_s"),
     [((0.1, 10), 14.8, 14.3), ((1, 5), 15.7, 14.8), ((5, 2), 18.6, 16.3), ((10, 1), 30.0, 18.7)],

@@ -27,6 +27,7 @@ def sweep_file(name: str) -> Path:
     return ROOT / f"scripts/sweeps/{name}.toml"
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_prediction_of_today_is_the_one_that_is_kept(today, name: str) -> None:
     """After an intended change: scripts/today.py, as docs/results.md names it."""

@@ -97,6 +97,7 @@ def test_search_keeps_the_middle_of_the_pipeline_as_full_as_its_start():
     assert min(held[:6]) == 12
 
 
+@pytest.mark.some_cases(7)
 @pytest.mark.parametrize("votes", [False, True], ids=["overlap", "vote"])
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
@@ -111,6 +112,7 @@ def test_search_is_never_slower_than_a_published_schedule(network, replicas, vot
         assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
 
 
+@pytest.mark.some_cases(18)
 @pytest.mark.parametrize("votes", [False, True], ids=["overlap", "vote"])
 @pytest.mark.parametrize("network", [FAST, SLOW, UNLIKE], ids=["fast", "slow", "unlike"])
 @pytest.mark.parametrize(
@@ -209,6 +211,7 @@ def heap_s() -> float:
     return time.process_time() - began_s
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("profile", ["regional", "two-sites"])  # those that take longest
 def test_search_of_twelve_stages_and_64_micro_batches_takes_seconds_of_a_core(profile):
     """2.3 s where the heap takes 0.65 s; a slower machine, or a shared one, is slower in both."""
@@ -254,6 +257,7 @@ def held_bytes(schedule):
     return [10 * held + 20 // (rank + 1) for rank, held in enumerate(peak_in_flight(schedule))]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("most_bytes", [50, 75, 100, 1000])
 def test_search_keeps_a_limit_in_bytes_and_uses_it_rank_by_rank(most_bytes):
     found = search(4, 12, cost(4), SLOW, held_bytes=held_bytes, most_bytes=most_bytes)

@@ -111,6 +111,7 @@ def stream_both_ways(first: SessionMesh, second: SessionMesh, count: int) -> Non
             done.result(timeout=100)
 
 
+@pytest.mark.some_cases(5)
 @both_kinds
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("connections", [1, 3])

@@ -68,6 +68,7 @@ def break_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], l
         yield begin
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("cut", "reset_after"),
     [

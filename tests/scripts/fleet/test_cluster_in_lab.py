@@ -59,7 +59,12 @@ except shell.NetemError as error:
     sys.exit(str(error))
 """
 
-pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible"), pytest.mark.timeout(580)]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("possible"),
+    pytest.mark.timeout(580),
+]
 
 
 @dataclass
