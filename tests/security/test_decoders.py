@@ -15,7 +15,7 @@ from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS, Format
 from dpipe.wire.spec import TensorSpec
 
-EXAMPLES = 120  # of each decoder, half a minute for all of them
+EXAMPLES = [40, pytest.param(120, marks=pytest.mark.slow)]  # of each decoder
 # Functions that turn bytes into values.
 PARSERS = {
     "json.loads",
@@ -45,10 +45,11 @@ def test_decoder_accepts_its_examples(decoder: Decoder) -> None:
             assert decoder.name == "greeting of a transport", "strangers have no token"
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
-def test_broken_input_is_refused_with_the_rooms_own_error(decoder: Decoder) -> None:
+def test_broken_input_is_refused_with_the_rooms_own_error(decoder: Decoder, examples: int) -> None:
     @settings(
-        max_examples=max(2, EXAMPLES // decoder.share),
+        max_examples=max(2, examples // decoder.share),
         suppress_health_check=list(HealthCheck),
         database=None,
         derandomize=True,
