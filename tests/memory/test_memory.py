@@ -1,4 +1,6 @@
-"""The formulas against stages whose tensors torch's memory tracker counts."""
+"""The formulas against torch without the memory: stages on fake tensors, counted by torch's memory
+tracker.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +41,6 @@ def peak_by_torch(schedule: Schedule, rank: int, sizes: TransformerSizes, recomp
         rank,
         lambda index: a_stage(schedule, index, sizes, recompute),
         lambda stage, action: act(stage, action, schedule, sizes),
-        fake=sizes.half or sizes.rounded,
     )
 
 

@@ -160,7 +160,7 @@ def peak_by_torch(
             case _:
                 stage.backward_weight(action.microbatch)
 
-    return tracked_peak(schedule, rank, a_stage, act, fake=True)
+    return tracked_peak(schedule, rank, a_stage, act)
 
 
 def made(specs: tuple[TensorSpec, ...]) -> Tensors:

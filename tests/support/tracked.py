@@ -1,7 +1,7 @@
-"""What torch's own memory tracker sees of a rank's program."""
+"""What torch's own memory tracker sees of a rank's program, on fake tensors."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -46,16 +46,12 @@ def tracked_peak(
     rank: int,
     make_stage: Callable[[int], Stage],
     act: Callable[[Stage, Action], None],
-    *,
-    fake: bool,
 ) -> int:
     """Bytes at the worst moment of the rank's program, the optimizer's step included.
 
-    `make_stage(index)` makes a stage, `act` does one action on it, on tensors that are `fake`:
-    those take three times as long as real ones, unless these are of bf16, which no processor here
-    can multiply in its hardware.
+    `make_stage(index)` makes a stage of fake tensors, `act` does one action on it.
     """
-    with FakeTensorMode() if fake else nullcontext():
+    with FakeTensorMode():
         stages = {
             s: make_stage(s) for s, owner in enumerate(schedule.rank_of_stage) if owner == rank
         }
