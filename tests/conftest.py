@@ -57,7 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_further_cases(items: list[pytest.Item]) -> None:
-    """As `slow`: all cases of a test but `some_cases`, which are spread over them evenly."""
+    """As `slow`: all cases of a test but `some_cases`, which are spread over them evenly. A number
+    that divides theirs may leave values of a parameter out, which come at the same distances.
+    """
     by_test = defaultdict(list)
     for item in items:
         if item.get_closest_marker("some_cases"):

@@ -19,7 +19,7 @@ _FOLDER = "coordinator"
 _TERM = re.compile(r"(\d{4,9})-term\.json")
 # Which create a name once, however many try: POSIX by a link; the others by a condition that the
 # service itself checks (If-None-Match, ifGenerationMatch), as s3fs, gcsfs and adlfs send it. What
-# is in memory one process has to itself.
+# is in memory is of one process, in which there is one coordinator.
 _CREATES_ONCE = ("file", "memory", "s3", "gs", "abfs")
 
 

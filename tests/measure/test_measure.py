@@ -94,7 +94,7 @@ def doubted(found: MeasuredCluster) -> list[str]:
     return [line for line in found.problems if not any(words in line for words in BUSY)]
 
 
-@pytest.mark.waits
+@pytest.mark.waits  # connections that a busy machine is late for count as none
 def test_all_ranks_end_with_the_same_machines_and_links() -> None:
     first, *others = measured_by(honest, honest, honest)
     assert not doubted(first)

@@ -81,7 +81,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     ("replicas", "overrides"),
     [
@@ -121,7 +121,7 @@ def loss(logits, targets):
 """
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("layers", ["activation_alone:layers", "replay"])
 @pytest.mark.parametrize("wire", ["none", "int8"])
 def test_stage_without_parameters_trains_on_a_server(
@@ -169,7 +169,7 @@ def test_standalone_server_gives_the_losses_of_an_embedded_one(
     assert server.wait_until_left(5)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("wire", ["none", "int8"])
 @pytest.mark.parametrize(
     "other", [{"data_parallel__replicas": 3}, {"data_parallel__kind": "all-reduce"}]

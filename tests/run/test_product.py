@@ -158,7 +158,7 @@ def alone() -> dict[str, torch.Tensor]:
     return dict(zip(names, (p.detach() for p in parameters), strict=True))
 
 
-@pytest.mark.some_cases(10)
+@pytest.mark.some_cases(11)
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"])
 @pytest.mark.parametrize("kind", ["all-reduce", "sharded"])

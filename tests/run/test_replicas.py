@@ -62,7 +62,7 @@ def held_out(config: Config) -> list[float]:
     ]
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("replicas", "overrides"),
     [
@@ -108,7 +108,7 @@ def test_replicas_have_the_losses_of_one_process_on_their_batch(
     assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -199,7 +199,6 @@ def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
     assert late[-1] < late[0]
 
 
-@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("before", "after", "delay"),
     [

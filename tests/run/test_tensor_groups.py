@@ -53,7 +53,7 @@ def column(config: Config, key: str) -> list[float]:
     return [row[key] for row in read_rows(Path(config.run.folder)) if key in row]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [

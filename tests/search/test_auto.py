@@ -97,7 +97,7 @@ def test_search_keeps_the_middle_of_the_pipeline_as_full_as_its_start():
     assert min(held[:6]) == 12
 
 
-@pytest.mark.some_cases(7)
+@pytest.mark.some_cases(9)
 @pytest.mark.parametrize("votes", [False, True], ids=["overlap", "vote"])
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
@@ -112,7 +112,7 @@ def test_search_is_never_slower_than_a_published_schedule(network, replicas, vot
         assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
 
 
-@pytest.mark.some_cases(18)
+@pytest.mark.some_cases(17)
 @pytest.mark.parametrize("votes", [False, True], ids=["overlap", "vote"])
 @pytest.mark.parametrize("network", [FAST, SLOW, UNLIKE], ids=["fast", "slow", "unlike"])
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def add_tied(first: nn.Parameter, last: nn.Parameter) -> None:
     first.grad, last.grad = total, total.clone()
 
 
-@pytest.mark.some_cases(16)
+@pytest.mark.some_cases(17)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("order", [gpipe, one_at_a_time, split, late_weights])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
