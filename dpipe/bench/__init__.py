@@ -6,6 +6,7 @@ allreduce.py          the mean of a row over four processes: gloo against our ex
 loopback.py           delay and rate of this machine's loopback, as a transport sees it
 gpt_size.py           the GPT that mfu.py and torch_pipelining.py train on two engines
 mfu.py                how much of a device one GPT uses: a plain training loop against our engine
+hidden.py             how much of the time of a GPU's sends its kernels hide, as a profiler sees it
 processes.py          the processes of a bench on this machine
 formats.py            wire formats: bits a value, error, time of a core
 rate.py               one end of a link between two hosts: what it carries

@@ -31,13 +31,15 @@ def continue_ids(
     seed: int,
     end: int | None = None,
     keys: KeyCache | None = None,
+    device: str = "cpu",
 ) -> list[int]:
     """`ids` and `num_tokens` more, each drawn from the model's distribution over the last `context`
     ones.
 
     A model's vocabulary may be larger than the tokenizer's `vocab_size`: words beyond it are never
     drawn. Any integer is a `seed`. It ends early behind the token `end`. With `keys` a token goes
-    through the layers once, until the text is longer than `context`.
+    through the layers once, until the text is longer than `context`. The layers are on `device`;
+    tokens are drawn on the CPU, where a seed gives the same numbers on any machine.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
     out = list(ids)
@@ -47,7 +49,7 @@ def continue_ids(
     for _ in range(num_tokens):
         if len(out) > len(ids) and out[-1] == end:
             break
-        window = torch.tensor([out[-context:]])
+        window = torch.tensor([out[-context:]], device=device)
         if keys is not None and len(out) <= context:
             window = window[:, num_seen:]
             num_seen = len(out)
@@ -57,7 +59,7 @@ def continue_ids(
         for layer in layers:
             returned = layer(*x)
             x = returned if isinstance(returned, tuple) else (returned,)
-        out.append(_drawn(x[0][0, -1, :vocab_size].float(), temperature, generator))
+        out.append(_drawn(x[0][0, -1, :vocab_size].float().cpu(), temperature, generator))
     if keys is not None:
         keys.end()
     return out

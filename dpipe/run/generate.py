@@ -1,5 +1,6 @@
 """Text from a checkpoint: all layers in this process, one token at a time."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from dpipe.store import checkpoint
 from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url, load_configuration
 from dpipe.tokenizer.tokenizer import Tokenizer, tokenizer_of, words_of
+
+LOG = logging.getLogger(__name__)
 
 
 def generate_text(
@@ -81,6 +84,7 @@ def _answer(
         seed,
         end=words.end,
         keys=_keys_of(config, layers),
+        device=_placed(config, layers),
     )
     answer = continued[len(ids) :]
     if answer and answer[-1] == words.end:
@@ -117,6 +121,7 @@ def _continue(
     start = list(tokenizer.start)
     ids = start + of_prompt
     keys = _keys_of(config, layers)
+    device = _placed(config, layers)
     try:
         continued = continue_ids(
             layers,
@@ -127,6 +132,7 @@ def _continue(
             temperature,
             seed,
             keys=keys,
+            device=device,
         )
         return tokenizer.decode(continued[len(start) :])
     except Exception as error:  # whatever a user's own layers raise
@@ -143,6 +149,22 @@ def _keys_of(config: Config, layers: list[nn.Module]) -> KeyCache | None:
         return None
     cache: KeyCache = hub_function("layers:HubKeyCache")(layers)
     return cache
+
+
+def _placed(config: Config, layers: list[nn.Module]) -> str:
+    """Where the layers are from here on: on the run's GPU, if it is here and has room."""
+    device = config.node.device
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return "cpu"
+    try:
+        for layer in layers:
+            layer.to(device)
+    except torch.OutOfMemoryError:
+        for layer in layers:
+            layer.to("cpu")
+        LOG.warning("%s has no room for the whole model: the text is written on the CPU", device)
+        return "cpu"
+    return device
 
 
 def load_all_layers(

@@ -4,6 +4,7 @@ for races.
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.report.metrics import read_rows
+from dpipe.run.generate import generate_text
 
 Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
@@ -207,3 +209,17 @@ def test_run_resumes_from_a_gpu_on_a_cpu_and_back(
     for steps, device in ((2, "cuda:0"), (3, "cpu"), (5, "cuda:0")):
         got = losses(tiny(train__steps=steps, **steady, node__device=device), resume=steps > 2)
         assert got == pytest.approx(whole[:steps], rel=EXACT)
+
+
+@pytest.mark.gpu
+def test_text_is_written_on_the_gpu_as_on_a_cpu(
+    tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(node__device="cuda:0", train__steps=1)
+    losses(config)
+    write = partial(
+        generate_text, Path(config.run.folder), "The quick", tokens=8, temperature=0, seed=0
+    )
+    on_gpu = write()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert write() == on_gpu
