@@ -15,15 +15,16 @@ STEP_S = 0.1  # with which a run lasts for as long as faults and newcomers take
 # Steps that last, and cost little: a machine that computes for so long, without the processor.
 PACED = """
 import sys, time
+from pathlib import Path
 
 from dpipe.cli.main import main
 from dpipe.engine.update import Update
 
-step_s = float(sys.argv.pop(1))
+step_s = Path(sys.argv.pop(1))
 inner = Update.vote
 
 def paced(*args, **options):
-    time.sleep(step_s)
+    time.sleep(float(step_s.read_text()))
     return inner(*args, **options)
 
 Update.vote = paced
@@ -80,8 +81,20 @@ class Forks:
     def __init__(self, folder: Path, python: str, step_s: float = 0.0) -> None:
         self.folder = folder
         self._python = python
-        self._program = ("-c", PACED, str(step_s)) if step_s else ("-m", "dpipe")
+        self._step_s = folder / "step_s"
+        self._program = ("-m", "dpipe")
+        if step_s:
+            self._program = ("-c", PACED, str(self._step_s))
+            self.pace(step_s)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def pace(self, step_s: float) -> None:
+        """From their next step on. For what takes no number of steps, but as long as a machine
+        needs: a run that waits for it must not end.
+        """
+        new = self._step_s.with_suffix(".new")
+        new.write_text(str(step_s))
+        new.replace(self._step_s)
 
     def start(self, name: str, *argv: str, host: Host | None = None) -> None:
         """A `dpipe` command, whose output goes to NAME.log; on a host of a lab."""

@@ -21,6 +21,7 @@ from dpipe.store import checkpoint
 from dpipe.wire.rpc import Security
 
 STEPS = 60  # that a run on a fast machine has not ended before the last of its faults
+STARTING_S = 1.0  # of a step, while a machine starts
 PARTS_STEPS = 40
 PHASES_STEPS = 50  # where the last machine joins once all others have gone
 
@@ -106,10 +107,12 @@ def test_run_outlives_its_machines_and_its_coordinator(
     killed_at = step(forks)
     forks.wait_until(lambda: step(forks) >= killed_at + 5, "steps with another coordinator")
 
+    forks.pace(STARTING_S)
     forks.start("m5", "join", f"127.0.0.1:{port}", "--name", "m5")
     forks.kill(seated[2], signal.SIGTERM)
     assert forks.exit_code(seated[2]) == 0
     forks.wait_until(lambda: epochs(forks)[-1][1] == 4, "the newcomer to have a rank")
+    forks.pace(STEP_S)
 
     last = seats(port)[3]
     forks.kill(last)
