@@ -153,6 +153,8 @@ class Link:
 # connection kept 2.6 to 3.3 MB in flight (scripts/link.py). This much can be relied on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
+# Percent of packets: where more are lost, or some overtake others, one connection stalls too often.
+_FEW_LOSSES = 0.5
 _FEW_CONNECTIONS = 4  # that a lossy link needs at most where a loss does not make windows small
 _NOTICED = 1.25  # round trips until a lost packet is sent again
 MAX_DELAY_MS = 3_600_000  # an hour
@@ -319,6 +321,17 @@ class Network:
         whole = replace(link, loss_percent=0.0).connections
         return max(whole, min(link.connections, _FEW_CONNECTIONS))
 
+    @property
+    def one_will_do(self) -> bool:
+        """Whether every link loses packets, and a connection that outruns that carries more by
+        itself than beside others: of several that send now and then BBR learns for each a rate that
+        is too low.
+        """
+        links = [*self.links.values()]
+        if self.default is not None:
+            links.append(self.default)
+        return self.outruns_loss and all(map(_one_outruns_loss, links))
+
     def with_links(self, change: Callable[[Link], Link]) -> "Network":
         """The same network with every link replaced by `change(link)`."""
         links = {ends: change(link) for ends, link in self.links.items()}
@@ -407,3 +420,8 @@ class Host:
 
 
 _NAMED = 6  # missing links that an error names
+
+
+def _one_outruns_loss(link: Link) -> bool:
+    is_seldom = 0 < link.loss_percent <= _FEW_LOSSES and link.reorder_percent == 0
+    return is_seldom and replace(link, loss_percent=0.0).connections == 1

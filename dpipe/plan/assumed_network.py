@@ -59,3 +59,11 @@ def assumed_network(
 def connections_of(config: Config) -> int:
     """How many TCP connections a link of the run has."""
     return configured_network(config, config.network_profile).connections
+
+
+def leaves_all_to_one(config: Config) -> bool:
+    """Whether one of them carries everything while it outruns losses. As many as somebody asked for
+    are used.
+    """
+    network = configured_network(config, config.network_profile)
+    return config.transport.connections == "auto" and network.one_will_do

@@ -37,6 +37,9 @@ class Stream(Protocol):
     def padding(self, burst_bytes: int) -> int:
         """How many bytes to write now that the other end drops: `Window.look`. From any thread."""
 
+    def outruns_loss(self) -> bool:
+        """Whether it takes no loss for congestion. From any thread."""
+
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
 

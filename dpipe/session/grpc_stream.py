@@ -111,6 +111,9 @@ class GrpcStream(MessageStream):
     def padding(self, burst_bytes: int) -> int:
         return 0  # the sockets are gRPC's own
 
+    def outruns_loss(self) -> bool:
+        return False
+
     def next_message(self) -> bytes:
         try:
             message = next(self._incoming)

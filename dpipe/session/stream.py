@@ -78,6 +78,9 @@ class SocketStream(ByteStream):
     def padding(self, burst_bytes: int) -> int:
         return self._window.look(burst_bytes)
 
+    def outruns_loss(self) -> bool:
+        return self._window.outruns_loss
+
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
         _shutdown(self._socket, socket.SHUT_WR)

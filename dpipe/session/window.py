@@ -11,9 +11,9 @@ net.ipv4.tcp_slow_start_after_idle to 0: where a pipe fills, each hop then waits
 trips. So a connection that would lose its window in a pause fills it with padding, which the other
 end drops: as much as the last bursts of messages, at most what the path holds in a round trip.
 
-BBR keeps its rate, but learns it too low from messages that come one at a time, and stops sending
-for 0.2 s in ten. It is better where packets are lost at random, which Reno and CUBIC take for
-congestion.
+BBR keeps its rate, but learns it too low from messages that come one at a time, and on several
+connections that share a path, and stops sending for 0.2 s in ten. It is better where packets are
+lost at random, which Reno and CUBIC take for congestion.
 
 Where nothing is lost Reno and CUBIC fill whatever queue a router has, and the kernel lets 4 MiB be
 under way: seconds of a slow link, behind which signs of life wait. Where round trips say that it
@@ -142,7 +142,9 @@ class Window:
     def __init__(self, sock: socket.socket, losses: Losses | None = None) -> None:
         self._socket = sock
         self._losses = losses
-        self._fills_queues = _taken(sock) not in ("", _BBR)
+        taken = _taken(sock)
+        self.outruns_loss = taken == _BBR
+        self._fills_queues = taken not in ("", _BBR)
         self._closes = self._fills_queues and _slow_starts_after_idle()
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
@@ -207,6 +209,7 @@ class Window:
         with suppress(OSError):  # it is not there, or only root may take it
             _take(self._socket, _BBR)
             self._fills_queues = False
+            self.outruns_loss = True
 
 
 def _is_closing(info: TcpInfo) -> bool:
@@ -215,19 +218,20 @@ def _is_closing(info: TcpInfo) -> bool:
     return is_long and not info.unacknowledged and idle_us >= _CLOSING * info.timeout_us
 
 
-def set_congestion_control(sock: socket.socket, name: str) -> None:
+def set_congestion_control(sock: socket.socket, name: str, *, loses: bool = False) -> None:
     """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but it
-    begins with Reno in the place of BBR: see `Window`. Before a connection is opened: BBR has the
-    kernel space packets out from then on, whatever follows it.
+    begins with Reno in the place of BBR, and with BBR on a link that is known to lose packets, if
+    the host allows it: see `Window`. Before a connection is opened: BBR has the kernel space
+    packets out from then on, whatever follows it.
 
     Raises `ConfigError` where the host does not have it, or allows it to root alone.
     """
     if name == "host":
         return
     if name == "auto":
-        if _taken(sock) == _BBR:
+        if loses or _taken(sock) == _BBR:
             with suppress(OSError):
-                _take(sock, "reno")
+                _take(sock, _BBR if loses else "reno")
         return
     try:
         _take(sock, name)

@@ -66,7 +66,7 @@ class Sending(_PiecewiseTransfer):
     """
 
     def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark) -> None:
-        super().__init__(end, end.num_pieces(header.spec.num_bytes))
+        super().__init__(end, end.num_pieces(header))
         self.header = header
         self.view: memoryview | None = None
         self.tensor: torch.Tensor | None = tensor
@@ -82,6 +82,12 @@ class Sending(_PiecewiseTransfer):
             if self.view is None:
                 assert self.tensor is not None
                 self.view = byte_view(self.tensor)
+
+    def leave_whole(self) -> None:
+        """Send it in one piece. Before the first of them is sent."""
+        self.header = self.header._replace(whole=True)
+        self.num_pieces = 1
+        self._missing = 1
 
     def wait(self) -> None:
         self.settle()
@@ -137,9 +143,15 @@ class Receiving(_PiecewiseTransfer):
 
     def announce(self, header: Header) -> None:
         """The first of its headers has come."""
-        self.arrived = header
-        self.num_pieces = self.end.num_pieces(header.spec.num_bytes)
+        self.arrived = _common(header)
+        self.num_pieces = self.end.num_pieces(header)
         self._missing = self.num_pieces
+
+    def is_announced_otherwise(self, header: Header) -> bool:
+        """Whether `header` belongs to other pieces than those that have come."""
+        if self.arrived is None:
+            return False
+        return self.arrived != _common(header) or self.num_pieces != self.end.num_pieces(header)
 
     def end_piece(self) -> None:
         with self.end.changed:
@@ -213,14 +225,14 @@ class LinkEnd:
             enqueue(sending)
         return sending
 
-    def num_pieces(self, num_bytes: int) -> int:
-        """Into how many a tensor of so many bytes is cut, at both ends: several a connection, so
-        that one that is slower carries fewer.
+    def num_pieces(self, header: Header) -> int:
+        """Into how many a tensor is cut, at both ends: several a connection, so that one that is
+        slower carries fewer.
         """
-        if self._num_connections == 1:
+        if self._num_connections == 1 or header.whole:
             return 1
         most = _PIECES * self._num_connections
-        return max(1, min(most, num_bytes // _LEAST_PIECE_BYTES))
+        return max(1, min(most, header.spec.num_bytes // _LEAST_PIECE_BYTES))
 
     def post(self, like: TensorSpec, tag: str, into: torch.Tensor | None = None) -> Receiving:
         """Expect the next tensor. One that has arrived is given even where the peer is lost."""
@@ -246,11 +258,10 @@ class LinkEnd:
         Blocks while the tensor is not expected and does not fit the buffer. Raises what broke the
         link, and `TransferError` where the header is not what was expected.
         """
-        header = header._replace(piece=0)
         with self.changed:
             receiving = self._entry(header.sequence)
             # Each piece has the header in front.
-            if receiving.arrived not in (None, header):
+            if receiving.is_announced_otherwise(header):
                 raise TransferError(
                     f"the connections of {self.peer_name} disagree on tensor {header.sequence}"
                 )
@@ -369,3 +380,8 @@ class LinkEnd:
     def _raise_if_broken(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def _common(header: Header) -> Header:
+    """What the headers of all pieces have in common, and say of the tensor."""
+    return header._replace(piece=0, whole=False)

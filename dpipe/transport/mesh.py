@@ -30,7 +30,7 @@ from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
-PROTOCOL = 6  # of transport.proto; ranks of another are refused
+PROTOCOL = 7  # of transport.proto; ranks of another are refused
 MAX_LINKS = 64  # that may dial a rank at once
 CHECK = (
     "check that it runs, that its node.advertise and node.port are right, that no firewall blocks "
@@ -87,6 +87,10 @@ class Connection(ABC):
 
     def is_broken(self) -> bool:
         """Whether what is given to it now would have to wait for another stream."""
+        return False
+
+    def outruns_loss(self) -> bool:
+        """Whether its TCP sends on as fast where packets are lost at random."""
         return False
 
     def enqueue(self, piece: Piece | None) -> None:
@@ -164,9 +168,15 @@ ConnectionT = TypeVar("ConnectionT", bound=Connection)
 class MeshLink(Generic[ConnectionT]):
     """A `LinkEnd` with the connections that carry it."""
 
-    def __init__(self, end: LinkEnd, connections: list[ConnectionT]) -> None:
+    def __init__(
+        self,
+        end: LinkEnd,
+        connections: list[ConnectionT],
+        one_outruns_loss: bool = False,
+    ) -> None:
         self.end = end
         self.connections = connections
+        self._one_outruns_loss = one_outruns_loss
         self._lock = Lock()  # guards what is below
         self._pieces: deque[Piece] = deque()
         self._idle: deque[ConnectionT] = deque()  # those that can send, the longest idle first
@@ -182,8 +192,14 @@ class MeshLink(Generic[ConnectionT]):
             if sending is None:
                 self._ended = True
             else:
-                self._pieces += [Piece(sending, number) for number in range(sending.num_pieces)]
+                self._pieces += self._cut(sending)
             self._hand_out()
+
+    def _cut(self, sending: Sending) -> list[Piece]:
+        # Each piece costs its two ends as much as a message: none for the sake of others.
+        if self._one_will_do():
+            sending.leave_whole()
+        return [Piece(sending, number) for number in range(sending.num_pieces)]
 
     def _ready(self, connection: ConnectionT) -> None:
         with self._lock:
@@ -205,8 +221,17 @@ class MeshLink(Generic[ConnectionT]):
         """Who should send the next piece; None where all who should are busy."""
         if len(self.connections) == 1:
             return self._idle[0] if self._idle else None
-        whole = [each for each in self.connections if not each.is_broken()] or self.connections
-        return next((each for each in self._idle if each in whole), None)
+        asked = self._unbroken()
+        if self._one_will_do():
+            asked = asked[:1]
+        return next((each for each in self._idle if each in asked), None)
+
+    def _unbroken(self) -> list[ConnectionT]:
+        """All, if all are broken."""
+        return [each for each in self.connections if not each.is_broken()] or self.connections
+
+    def _one_will_do(self) -> bool:
+        return self._one_outruns_loss and self._unbroken()[0].outruns_loss()
 
     def wait_open(self, timeout_s: float) -> bool:
         """Whether all connections open within `timeout_s`; gives up at once on an error."""
@@ -242,6 +267,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         port: int = 0,
         security: Security = _NO_SECURITY,
         connections: int = 1,
+        one_outruns_loss: bool = False,
         chunk_bytes: int = 1 << 20,
         buffer_bytes: int = 256 << 20,
         congestion_control: str = "auto",
@@ -253,11 +279,13 @@ class Mesh(ABC, Generic[ConnectionT]):
         """Listen; raises `JoinError` where it cannot. A link holds at most `buffer_bytes` that no
         receive has asked for. A peer that cannot be reached for `heartbeat_s` is lost, where
         nobody has heard of its end before. `congestion_control` is TCP's, of transports that can
-        set it; `ConfigError` says that this host does not allow it.
+        set it; `ConfigError` says that this host does not allow it. With `one_outruns_loss` one of
+        the `connections` carries all while its TCP takes no loss for congestion.
         """
         self.rank = rank
         self._congestion_control = congestion_control
         self._num_connections = connections
+        self._one_outruns_loss = one_outruns_loss
         self._chunk_bytes = chunk_bytes
         self._connect_timeout_s = connect_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
@@ -332,7 +360,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         end = LinkEnd(self.rank, peer, address, **self._end_options)
         count = self._num_connections
         connections = [self._new_connection(end, index) for index in range(count)]
-        return MeshLink(end, connections)
+        return MeshLink(end, connections, self._one_outruns_loss)
 
     def _new_connection(self, end: LinkEnd, index: int) -> ConnectionT:
         return self.connection_type(end, index, self._num_connections, self._chunk_bytes)

@@ -66,6 +66,10 @@ class SessionConnection(Connection):
     def is_broken(self) -> bool:
         return self.session.stream is None
 
+    def outruns_loss(self) -> bool:
+        stream = self.session.stream
+        return stream is not None and stream.outruns_loss()
+
     def start(self, frames: Frames) -> None:
         self.session.attach(frames, 0, 0)
         self.spawn("read", self._read)

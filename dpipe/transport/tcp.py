@@ -52,7 +52,7 @@ class TcpTransport(SessionMesh):
         self._listener = open_listener(bind, port)
         # Those that it accepts have it as well.
         try:
-            set_congestion_control(self._listener, self._congestion_control)
+            self._set_congestion_control(self._listener)
         except ConfigError:
             self._listener.close()
             raise
@@ -60,6 +60,9 @@ class TcpTransport(SessionMesh):
         self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
         self._acceptor.start()
         return int(self._listener.getsockname()[1])
+
+    def _set_congestion_control(self, sock: socket.socket) -> None:
+        set_congestion_control(sock, self._congestion_control, loses=self._one_outruns_loss)
 
     # Dialling
 
@@ -73,8 +76,7 @@ class TcpTransport(SessionMesh):
         deadline: float,
     ) -> Iterator[Called]:
         left_s = max(0.001, deadline - time.monotonic())
-        prepare = partial(set_congestion_control, name=self._congestion_control)
-        raw = dial(address, left_s, connection.segment, prepare)
+        raw = dial(address, left_s, connection.segment, self._set_congestion_control)
         with self._secured(raw, deadline, server=False) as sock:
             greeted = greeting.call(sock, hello, secret, deadline)
             confirm = partial(greeting.confirm, sock, deadline)

@@ -45,6 +45,7 @@ class Header(NamedTuple):
     tag: str
     spec: TensorSpec
     piece: int = 0  # which part of its bytes follows
+    whole: bool = False  # all of them follow, in place of a piece
 
     def encode(self) -> bytes:
         return TensorHeader(
@@ -54,6 +55,7 @@ class Header(NamedTuple):
             dtype=dtype_name(self.spec.dtype),
             num_bytes=self.spec.num_bytes,
             piece=self.piece,
+            whole=self.whole,
         ).SerializeToString()
 
     @classmethod
@@ -81,7 +83,7 @@ class Header(NamedTuple):
             raise TransferError(
                 f"a header announces {header.num_bytes} bytes for {spec}, which takes {num_bytes}"
             )
-        return cls(header.sequence, visible(header.tag), spec, header.piece)
+        return cls(header.sequence, visible(header.tag), spec, header.piece, header.whole)
 
 
 def framed(message: bytes) -> bytes:

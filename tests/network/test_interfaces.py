@@ -7,6 +7,7 @@ import pytest
 
 from dpipe.network.egress import Egress, Ingress, Inside
 from dpipe.network.link import SEGMENT_BYTES, Interface, Link, Network
+from dpipe.network.profile import load_network
 
 BYTES_PER_US = 125  # at 1 Gbit/s
 
@@ -145,6 +146,23 @@ def test_message_is_late_by_the_mean_or_as_it_is_drawn():
     assert sum(delays) / 1_000 == pytest.approx(50_000 + recovery.mean_us, rel=0.05)
     again = network.drawn(7)
     assert [again.delay_us(0, 1, 30_000) for _ in range(1_000)] == delays
+
+
+@pytest.mark.parametrize(
+    ("name", "will_do"),
+    [
+        ("home", True),
+        ("mobile", False),  # loses ten times as many, and some overtake others
+        ("continental", False),  # holds more than a window is sure to
+        ("25ms-0.1gbps", False),  # loses nothing: BBR would be slower
+    ],
+)
+def test_one_connection_will_do_where_losses_are_few_and_the_path_is_short(
+    name: str, will_do: bool
+) -> None:
+    network = load_network(f"netem/profiles/{name}.toml")
+    assert replace(network, outruns_loss=True).one_will_do is will_do
+    assert not network.one_will_do
 
 
 def test_windows_that_outrun_losses_need_few_connections():

@@ -9,7 +9,7 @@ from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError, ProfileError
 from dpipe.machines.machine import LayerTime, Machine
 from dpipe.network.link import Host, Link, Network
-from dpipe.plan.assumed_network import assumed_network, connections_of
+from dpipe.plan.assumed_network import assumed_network, connections_of, leaves_all_to_one
 from dpipe.plan.costs import transformer_costs
 from dpipe.plan.forecast import forecast
 from dpipe.plan.on_machines import digest_of_layers, layers_on, placement_of
@@ -247,3 +247,11 @@ def test_digest_of_layers_has_the_vocabulary_of_the_tokenizer(
     assert small == same
     assert small != large
     assert digest_of_layers(config) == config.layers_digest()  # of bytes, as it was
+
+
+def test_as_many_connections_are_used_as_somebody_asked_for() -> None:
+    home = {"network": "netem/profiles/home.toml"}
+    config = build({"predict": home, "transport": {"kind": "tcp"}})
+    assert leaves_all_to_one(config)
+    assert not leaves_all_to_one(config.with_(transport__connections=4))
+    assert not leaves_all_to_one(config.with_(transport__congestion_control="reno"))

@@ -299,6 +299,27 @@ def test_connection_begins_with_reno_in_place_of_bbr(
     assert taken[-1] == name
 
 
+@pytest.mark.parametrize("hosts", ["reno", "cubic", "bbr"])
+def test_connection_begins_with_bbr_where_losses_are_known(
+    sock: socket.socket, taken: list[str], hosts: str
+) -> None:
+    taken.append(hosts)
+    set_congestion_control(sock, "auto", loses=True)
+    assert taken[-1] == "bbr"
+    assert Window(sock, Losses()).outruns_loss
+
+
+def test_host_that_does_not_allow_bbr_begins_with_its_own(
+    sock: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: socket.socket, name: str) -> None:
+        raise OSError(f"{name} is not allowed")
+
+    monkeypatch.setattr(window, "_take", refuse)
+    set_congestion_control(sock, "auto", loses=True)
+    assert not Window(sock, Losses()).outruns_loss
+
+
 def test_socket_takes_the_congestion_control_that_it_is_told(sock: socket.socket) -> None:
     set_congestion_control(sock, "host")
     name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)

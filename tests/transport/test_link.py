@@ -38,7 +38,28 @@ def test_tensor_is_done_when_every_piece_is_in() -> None:
 def test_tensor_is_cut_into_several_pieces_a_connection(
     connections: int, num_bytes: int, pieces: int
 ) -> None:
-    assert LinkEnd(0, 1, num_connections=connections).num_pieces(num_bytes) == pieces
+    end = LinkEnd(0, 1, num_connections=connections)
+    of_bytes = header(0, spec=TensorSpec((num_bytes,), torch.uint8))
+    assert end.num_pieces(of_bytes) == pieces
+    assert end.num_pieces(of_bytes._replace(whole=True)) == 1
+
+
+def test_tensor_that_comes_whole_is_done_at_once() -> None:
+    end = LinkEnd(0, 1, num_connections=2)
+    like = TensorSpec((3 << 12,), torch.float32)
+    pending = end.post(like, "x")
+    arrived = end.arrive(header(0, spec=like)._replace(whole=True))
+    assert arrived is pending
+    arrived.end_piece()
+    assert pending.done()
+
+
+def test_tensor_that_comes_whole_and_in_pieces_is_refused() -> None:
+    end = LinkEnd(0, 1, num_connections=2)
+    like = TensorSpec((3 << 12,), torch.float32)
+    end.arrive(header(0, spec=like))
+    with pytest.raises(TransferError, match="disagree on tensor 0"):
+        end.arrive(header(0, spec=like)._replace(whole=True))
 
 
 @pytest.mark.gpu

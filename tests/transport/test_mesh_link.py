@@ -18,6 +18,7 @@ class Lane(Connection):
     def __init__(self, end: LinkEnd, index: int, num_connections: int = 2) -> None:
         super().__init__(end, index, num_connections, 1 << 20)
         self.broken = False
+        self.outruns = False
         self.given: list[int | None] = []
 
     def enqueue(self, piece) -> None:
@@ -25,6 +26,9 @@ class Lane(Connection):
 
     def is_broken(self) -> bool:
         return self.broken
+
+    def outruns_loss(self) -> bool:
+        return self.outruns
 
     def cancel(self) -> None:
         pass
@@ -34,10 +38,10 @@ class Lane(Connection):
 
 
 class Lanes:
-    def __init__(self) -> None:
+    def __init__(self, one_outruns_loss: bool = False) -> None:
         self.end = LinkEnd(0, 1, num_connections=2)
         self.first, self.second = Lane(self.end, 0), Lane(self.end, 1)
-        self.link = MeshLink(self.end, [self.first, self.second])
+        self.link = MeshLink(self.end, [self.first, self.second], one_outruns_loss)
 
     def send(self) -> None:
         self.end.send(SPEC.empty(), "x", self.link.enqueue)
@@ -66,6 +70,37 @@ def test_connection_that_is_broken_sends_nothing_while_another_can(lanes: Lanes)
     lanes.second.broken = True
     lanes.second.on_change()
     assert lanes.first.given == [1]
+
+
+def test_connection_that_outruns_losses_sends_all_and_cuts_nothing() -> None:
+    lanes = Lanes(one_outruns_loss=True)
+    lanes.first.outruns = True
+    lanes.second.on_ready()
+    lanes.send()
+    lanes.send()
+    assert lanes.second.given == []
+    lanes.first.on_ready()
+    lanes.first.on_ready()
+    assert lanes.first.given == [0, 0]
+
+
+def test_all_connections_send_while_the_first_does_not_outrun_losses() -> None:
+    lanes = Lanes(one_outruns_loss=True)
+    lanes.second.outruns = True
+    lanes.second.on_ready()
+    lanes.send()
+    lanes.first.on_ready()
+    assert (lanes.first.given, lanes.second.given) == ([1], [0])
+
+
+def test_another_takes_the_place_of_a_broken_one_that_had_sent_all() -> None:
+    lanes = Lanes(one_outruns_loss=True)
+    lanes.first.outruns = lanes.second.outruns = True
+    lanes.second.on_ready()
+    lanes.send()
+    lanes.first.broken = True
+    lanes.first.on_change()
+    assert lanes.second.given == [0]
 
 
 def test_link_of_broken_connections_goes_on_sending(lanes: Lanes) -> None:
