@@ -183,8 +183,7 @@ class TransportConfig(Section):
     with a fast network."""
 
     connections: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """TCP connections a link. "auto": as many as it takes to fill a link of predict.network, of which
-    one carries all where links lose few packets."""
+    """TCP connections a link. "auto": as many as it takes to fill a link of predict.network."""
 
     congestion_control: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] = "auto"
     """TCP's congestion control, such as "reno", on "tcp" links on Linux. "host": the host's.

@@ -22,11 +22,11 @@ from dpipe.errors import DpipeError, JoinError
 from dpipe.measure.notes import Notes
 from dpipe.network.link import MAX_CONNECTIONS, Link
 from dpipe.session import greeting
-from dpipe.session.dial import dial
+from dpipe.session.dial import dial, dials, local_address
 from dpipe.session.listen import open_listener
 from dpipe.session.session import reason_of
 from dpipe.session.stream import Tls, shut, tune
-from dpipe.transport.mesh import PROTOCOL, dials, local_address
+from dpipe.transport.mesh import PROTOCOL
 from dpipe.wire.rpc import Security
 from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import Hello

@@ -5,6 +5,7 @@ import math
 from itertools import count
 from typing import Generic, TypeVar
 
+from dpipe.errors import ProfileError
 from dpipe.network.egress import Egress
 from dpipe.network.link import Network
 from dpipe.network.shared_rate import Sent
@@ -63,3 +64,28 @@ class InTransit(Generic[Item]):
             arrival_us = sent.end_us + link.delay_us
             number = next(self._numbers)
             heapq.heappush(self._flying, (arrival_us, number, sent))
+
+
+def refuse_what_needs_tc(network: Network) -> None:
+    """Raises `ProfileError` where `network` does what nothing here imitates."""
+    links = list(network.links.values())
+    if network.default is not None:
+        links.append(network.default)
+    if any(link.jitter_ms or link.loss_percent or link.reorder_percent for link in links):
+        raise ProfileError(
+            f"network {network.name!r} has jitter, loss or reordering, and the shaped transport "
+            "imitates delay and rate alone; take them out of the profile, or shape the "
+            "interface itself: python -m netem apply (needs root)"
+        )
+    for interface in network.interfaces:
+        name = interface.machine
+        if len(interface.ranks) > 1:
+            raise ProfileError(
+                f"several ranks share the interface of machine {name!r}, and the shaped transport "
+                "slows each rank by itself; give the machine one device, or shape the hosts (netem)"
+            )
+        if interface.ingress_gbps is not None:
+            raise ProfileError(
+                f"machine {name!r} has ingress_gbps, and the shaped transport slows what is sent "
+                "alone; take it out, or shape the hosts in a lab (python -m netem lab)"
+            )

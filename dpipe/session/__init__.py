@@ -4,7 +4,7 @@ session.py   `LinkSession`, a state machine: what a connection has left undone, 
 frames.py    what is written on a connection: bytes of the session, and which of the other's arrived
 stream.py    the bytes of one TCP or TLS connection
 window.py    what TCP lets it send at once: through pauses, and past losses
-dial.py      opening a connection, in smaller segments where large ones were lost
+dial.py      who opens a connection, and how: in smaller segments where large ones were lost
 forward.py   smaller segments for gRPC, which opens its connections itself
 redial.py    another connection in the place of one that broke
 listen.py    the socket on which others dial

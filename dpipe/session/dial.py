@@ -1,4 +1,4 @@
-"""Opening a TCP connection, in smaller segments where large ones were lost.
+"""Who opens a TCP connection, and how: in smaller segments where large ones were lost.
 
 A path may swallow large packets without a word: its MTU fell, and what says so (ICMP) is blocked.
 Small packets pass, so the connection opens and then moves nothing. Linux finds the size that passes
@@ -7,8 +7,11 @@ segments smaller, before it dials.
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from dpipe.errors import JoinError
+
+_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - compared with, not bound
 # Bytes of a segment: the path's own; what an IPv6 path must carry; what an IPv4 host must take.
 SEGMENTS = (None, 1200, 536)
 
@@ -49,3 +52,20 @@ def dial(
         else:
             return sock
     raise failure
+
+
+def local_address(bind: str, port: int) -> str:
+    """Where this machine itself reaches what listens there."""
+    return f"{_OF_WILDCARD.get(bind, bind)}:{port}"
+
+
+def dials(rank: int, peer: int, addresses: Mapping[int, str | None]) -> bool:
+    """Whether `rank` opens the link with `peer`; raises `JoinError` if neither has an address."""
+    lower, higher = sorted((rank, peer))
+    if addresses[lower] is None and addresses[higher] is None:
+        raise JoinError(
+            f"rank {lower} and rank {higher} cannot meet: neither has an address that the other "
+            "can reach; set node.advertise on one of them"
+        )
+    dialler = lower if addresses[higher] is not None else higher
+    return rank == dialler

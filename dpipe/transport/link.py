@@ -143,15 +143,15 @@ class Receiving(_PiecewiseTransfer):
 
     def announce(self, header: Header) -> None:
         """The first of its headers has come."""
-        self.arrived = _common(header)
+        self.arrived = header._replace(piece=0, whole=False)
         self.num_pieces = self.end.num_pieces(header)
         self._missing = self.num_pieces
 
     def is_announced_otherwise(self, header: Header) -> bool:
         """Whether `header` belongs to other pieces than those that have come."""
-        if self.arrived is None:
-            return False
-        return self.arrived != _common(header) or self.num_pieces != self.end.num_pieces(header)
+        same = (self.arrived, self.num_pieces)
+        said = (header._replace(piece=0, whole=False), self.end.num_pieces(header))
+        return self.arrived is not None and same != said
 
     def end_piece(self) -> None:
         with self.end.changed:
@@ -380,8 +380,3 @@ class LinkEnd:
     def _raise_if_broken(self) -> None:
         if self.error is not None:
             raise self.error
-
-
-def _common(header: Header) -> Header:
-    """What the headers of all pieces have in common, and say of the tensor."""
-    return header._replace(piece=0, whole=False)

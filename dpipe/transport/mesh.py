@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 
 from dpipe.errors import JoinError, TransferError
+from dpipe.session.dial import dials, local_address
 from dpipe.streams import HOST, Streams
 from dpipe.transport.base import Directory
 from dpipe.transport.link import LinkEnd, Receiving, Sending
@@ -40,7 +41,6 @@ CHECK = (
 CLOSE_S = 5.0  # for the last sends to leave and the peer to answer
 WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 _NO_SECURITY = Security()
-_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - compared with, not bound
 _BY_ADDRESS: Mapping[int, str | None] = MappingProxyType({})
 
 
@@ -219,11 +219,7 @@ class MeshLink(Generic[ConnectionT]):
 
     def _next_idle(self) -> ConnectionT | None:
         """Who should send the next piece; None where all who should are busy."""
-        if len(self.connections) == 1:
-            return self._idle[0] if self._idle else None
-        asked = self._unbroken()
-        if self._one_will_do():
-            asked = asked[:1]
+        asked = self._unbroken()[:1] if self._one_will_do() else self._unbroken()
         return next((each for each in self._idle if each in asked), None)
 
     def _unbroken(self) -> list[ConnectionT]:
@@ -490,20 +486,3 @@ class Mesh(ABC, Generic[ConnectionT]):
             f"{self._connect_timeout_s:g} s: see what it says; that address (node.advertise, "
             "node.port) must be reachable from there"
         )
-
-
-def local_address(bind: str, port: int) -> str:
-    """Where this machine itself reaches what listens there."""
-    return f"{_OF_WILDCARD.get(bind, bind)}:{port}"
-
-
-def dials(rank: int, peer: int, addresses: Mapping[int, str | None]) -> bool:
-    """Whether `rank` opens the link with `peer`; raises `JoinError` if neither has an address."""
-    lower, higher = sorted((rank, peer))
-    if addresses[lower] is None and addresses[higher] is None:
-        raise JoinError(
-            f"rank {lower} and rank {higher} cannot meet: neither has an address that the other "
-            "can reach; set node.advertise on one of them"
-        )
-    dialler = lower if addresses[higher] is not None else higher
-    return rank == dialler

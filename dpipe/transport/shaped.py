@@ -20,8 +20,8 @@ from threading import Condition, Thread
 
 import torch
 
-from dpipe.errors import PeerLost, ProfileError, TransferTimeout
-from dpipe.network.in_transit import InTransit
+from dpipe.errors import PeerLost, TransferTimeout
+from dpipe.network.in_transit import InTransit, refuse_what_needs_tc
 from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.transport.base import Directory, Transport
@@ -49,7 +49,7 @@ class ShapedTransport:
         transfer_timeout_s: float = 300.0,
         streams: Streams = HOST,
     ) -> None:
-        _refuse_what_needs_tc(network)
+        refuse_what_needs_tc(network)
         self.rank = inner.rank
         self.port = inner.port
         self.timeout_s = transfer_timeout_s
@@ -252,27 +252,3 @@ class _Expected:
 
 def _now_us() -> float:
     return time.perf_counter_ns() / 1e3
-
-
-def _refuse_what_needs_tc(network: Network) -> None:
-    links = list(network.links.values())
-    if network.default is not None:
-        links.append(network.default)
-    if any(link.jitter_ms or link.loss_percent or link.reorder_percent for link in links):
-        raise ProfileError(
-            f"network {network.name!r} has jitter, loss or reordering, and the shaped transport "
-            "imitates delay and rate alone; take them out of the profile, or shape the "
-            "interface itself: python -m netem apply (needs root)"
-        )
-    for interface in network.interfaces:
-        name = interface.machine
-        if len(interface.ranks) > 1:
-            raise ProfileError(
-                f"several ranks share the interface of machine {name!r}, and the shaped transport "
-                "slows each rank by itself; give the machine one device, or shape the hosts (netem)"
-            )
-        if interface.ingress_gbps is not None:
-            raise ProfileError(
-                f"machine {name!r} has ingress_gbps, and the shaped transport slows what is sent "
-                "alone; take it out, or shape the hosts in a lab (python -m netem lab)"
-            )

@@ -87,9 +87,9 @@ def test_server_that_is_no_dpipe_is_refused(make: Make) -> None:
 @pytest.mark.parametrize(
     ("greeting", "reason"),
     [
-        (None, "speaks dpipe transport 6, not 0"),
-        (b"\xff\xff\xff", "speaks dpipe transport 6, not 0"),
-        (hello(protocol=9), "speaks dpipe transport 6, not 9"),
+        (None, "speaks dpipe transport 7, not 0"),
+        (b"\xff\xff\xff", "speaks dpipe transport 7, not 0"),
+        (hello(protocol=9), "speaks dpipe transport 7, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),

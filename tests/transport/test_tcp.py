@@ -54,7 +54,7 @@ def soon() -> float:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (hello(protocol=9), "speaks dpipe transport 6, not 9"),
+        (hello(protocol=9), "speaks dpipe transport 7, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),
