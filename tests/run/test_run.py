@@ -435,6 +435,31 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
         generate_text(Path(config.run.folder), "na\udcefve", tokens=5, temperature=0, seed=0)
 
 
+class Heavy(nn.Flatten):
+    """Fits on no GPU."""
+
+    def to(self, device: str) -> "Heavy":
+        if device != "cpu":
+            raise torch.OutOfMemoryError("no room")
+        return self
+
+
+def test_text_is_written_on_the_cpu_where_a_gpu_has_no_room(
+    tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny(train__steps=1)
+    losses(config)
+    on_gpu = config.with_(node__device="cuda")
+    layers = [nn.Embedding(256, 256), Heavy(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(nn.Embedding, "to", lambda self, _: self)
+    monkeypatch.setattr("dpipe.run.generate.load_configuration", lambda *_, **__: on_gpu)
+    monkeypatch.setattr("dpipe.run.generate.load_all_layers", lambda *_, **__: layers)
+    text = generate_text(Path(config.run.folder), "The", tokens=3, temperature=0, seed=0)
+    assert text.startswith("The")
+    assert "cuda has no room for the whole model: the text is written on the CPU" in caplog.text
+
+
 @pytest.mark.parametrize("seed", [2**80, -1])
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e300])
 def test_any_temperature_and_seed_continue_a_text(temperature: float, seed: int) -> None:
