@@ -173,15 +173,16 @@ def test_pair_that_breaks_in_its_round_is_named(monkeypatch: pytest.MonkeyPatch)
     assert first.problems[0].startswith("m-0 and m-1 cannot talk: rank ")
 
 
+@pytest.mark.waits
 def test_peer_that_falls_silent_in_a_round_costs_that_round_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measuring, "_LATE_S", 0.2)
+    monkeypatch.setattr(measuring, "_LATE_S", 1.0)
     whole = Measuring._stream
 
     def sleeps(self: Measuring, peer: int | None, length_s: float, *arguments: object) -> object:
         if {self._rank, peer} == {0, 1} and self._rank == 1:
-            time.sleep(length_s + 1.0)
+            time.sleep(length_s + 3.0)
         return whole(self, peer, length_s, *arguments)
 
     monkeypatch.setattr(Measuring, "_stream", sleeps)
