@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from support.tokens import lines_of_tokens
 
+pytestmark = pytest.mark.slow  # scripts/check runs all of these
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {"choices", "disk", "errors", "ranks", "streams", "toml"}
 ALPHABETS = {"machines", "network", "schedule", "wire"}

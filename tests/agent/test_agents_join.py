@@ -395,6 +395,7 @@ def _no_message(content: bytes) -> None:
     raise ValueError("of another shape")
 
 
+@pytest.mark.slow
 def test_machines_that_come_and_go_leave_no_thread_and_no_descriptor(place: Place) -> None:
     """One that stays; each other has a rank, and leaves once there is a spare."""
     place.agent("stays")

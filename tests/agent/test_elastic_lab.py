@@ -59,6 +59,7 @@ def join(forks: Forks, lab: Lab, number: int) -> None:
     forks.start(f"m{number}", *argv, host=lab.hosts[1 + number])
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("lab", [""], indirect=True)
 def test_one_side_of_a_partition_goes_on_and_the_other_stops(forks: Forks, lab: Lab) -> None:
@@ -101,6 +102,7 @@ def test_one_side_of_a_partition_goes_on_and_the_other_stops(forks: Forks, lab: 
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("lab", [SLOW], indirect=True)
 def test_links_full_of_data_lose_nobody(forks: Forks, lab: Lab) -> None:

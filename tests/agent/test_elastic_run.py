@@ -84,6 +84,7 @@ def assert_same_bits(ours: checkpoint.Loaded, theirs: checkpoint.Loaded) -> None
         assert all(torch.equal(named[name], others[name]) for name in named)
 
 
+@pytest.mark.slow
 def test_run_outlives_its_machines_and_its_coordinator(
     forks: Forks, undisturbed: Undisturbed
 ) -> None:
@@ -128,6 +129,7 @@ def test_run_outlives_its_machines_and_its_coordinator(
     assert_same_bits(end_of(forks.folder / "runs" / "run"), undisturbed.end)
 
 
+@pytest.mark.slow
 def test_second_loss_comes_while_two_neighbours_are_being_replaced(
     forks: Forks, undisturbed: Undisturbed
 ) -> None:
@@ -170,7 +172,7 @@ PARTS = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
 def test_ranks_that_have_layers_together_are_replaced(
     parts: str, forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]
@@ -199,6 +201,7 @@ def test_ranks_that_have_layers_together_are_replaced(
     assert_same_bits(end_of(forks.folder / "runs" / "run"), end_of(Path(whole.run.folder)))
 
 
+@pytest.mark.slow
 def test_clocks_that_jump_end_nothing(forks: Forks, undisturbed: Undisturbed) -> None:
     """Neither the coordinator's nor a machine's: all deadlines are those of clocks that do not."""
     port = free_port()
@@ -278,6 +281,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GROUPS)
 def test_rank_of_a_group_is_killed_in_its_phases(
     kind: str, forks: Forks, tiny: Callable[..., Config], losses: Callable[..., list[float]]

@@ -91,6 +91,7 @@ def undisturbed(tiny: Callable[..., Config]) -> Config:
     return tiny(train__steps=STEPS, **changes)
 
 
+@pytest.mark.slow
 def test_run_waits_for_a_server_that_was_killed_and_outlives_a_rank(
     forks: Forks, undisturbed: Config, losses: Callable[..., list[float]]
 ) -> None:
@@ -108,6 +109,7 @@ def test_run_waits_for_a_server_that_was_killed_and_outlives_a_rank(
     run.assert_undisturbed(undisturbed, losses(undisturbed))
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_a_server_on_another_machine(
     forks: Forks, undisturbed: Config, losses: Callable[..., list[float]]
 ) -> None:

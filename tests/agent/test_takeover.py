@@ -73,6 +73,7 @@ def assert_undisturbed(forks: Forks, shared: str, config: Config, losses: list[f
         assert all(torch.equal(named[name], others[name]) for name in named)
 
 
+@pytest.mark.slow
 def test_coordinator_that_was_stopped_is_no_second_truth(
     forks: Forks, shared: str, tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
@@ -95,6 +96,7 @@ def test_coordinator_that_was_stopped_is_no_second_truth(
     assert_undisturbed(forks, shared, config, losses(config))
 
 
+@pytest.mark.slow
 def test_standby_goes_on_at_once_where_the_coordinator_is_asked_to_stop(
     forks: Forks, shared: str
 ) -> None:
@@ -111,6 +113,7 @@ def test_standby_goes_on_at_once_where_the_coordinator_is_asked_to_stop(
     assert not (forks.folder / "runs" / "third").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shared", ["folder", pytest.param("s3", marks=pytest.mark.daemon)], indirect=True
 )

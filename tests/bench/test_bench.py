@@ -39,6 +39,7 @@ def test_unknown_figure_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "None" not in text
 
 
+@pytest.mark.slow
 def test_failed_run_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
         bench.run_quietly(

@@ -13,6 +13,7 @@ TINY = Size(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])  # of torch itself, and by CSV
 def test_both_engines_have_the_same_losses_and_are_timed(schedule: str) -> None:
     row = compare_pipelining(schedule, TINY)

@@ -27,6 +27,7 @@ def test_seed_gives_the_same_takeovers_each_time() -> None:
         assert simulate_heads(seed).notes == simulate_heads(seed).notes
 
 
+@pytest.mark.slow
 def test_seeds_reach_what_can_happen_to_coordinators() -> None:
     runs = [simulate_heads(seed) for seed in range(200)]
     stories = ["\n".join(run.notes) for run in runs]
@@ -53,6 +54,7 @@ def cut_head_off_for_long(seed: int) -> None:
     cluster.truth.finished(cluster.num_steps)
 
 
+@pytest.mark.slow
 def test_coordinator_that_is_cut_off_from_the_url_answers_nobody() -> None:
     for seed in range(50):
         cut_head_off_for_long(seed)

@@ -44,6 +44,7 @@ def test_best_that_no_run_writes_is_refused(broken: dict[str, object]) -> None:
         Best().restore({**best.state(), **broken})
 
 
+@pytest.mark.slow
 def test_run_that_no_longer_learns_ends_and_keeps_its_best(
     tiny: Make, losses: Callable[..., list[float]]
 ) -> None:

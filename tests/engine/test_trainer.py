@@ -25,7 +25,7 @@ def waits_for_vote(timeline: Timeline, rank: int) -> bool:
 def test_measured_and_predicted_step_have_the_same_parts(
     tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
-    config = tiny(pipeline__stages=2)
+    config = tiny(pipeline__stages=2, run__trace_steps=1)
     assert config.train.waits_for_verdict
     losses(config)
     trace = load_trace(Path(config.run.folder))
@@ -39,7 +39,7 @@ def test_measured_and_predicted_step_have_the_same_parts(
 def test_run_that_needs_no_vote_is_predicted_without_one(
     tiny: Callable[..., Config], losses: Callable[..., list[float]]
 ) -> None:
-    config = tiny(pipeline__stages=2, train__clip_norm=0.0)
+    config = tiny(pipeline__stages=2, train__clip_norm=0.0, run__trace_steps=1)
     losses(config)
     predicted = load_trace(Path(config.run.folder)).predicted
     assert not waits_for_vote(predicted, rank=0)

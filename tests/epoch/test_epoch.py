@@ -206,7 +206,7 @@ def test_run_aborted_in_every_phase_is_that_of_nobody(
     assert max(ended_s.values()) < 30, ended_s
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("keys", HELD)
 def test_rank_whose_machine_is_gone_is_taken_from_its_guard(
     keys: dict[str, Any], cluster: Callable[..., Cluster], undisturbed: Any
@@ -262,6 +262,7 @@ def served_by(server: ParameterServer) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_epoch_waits_for_a_server_that_is_started_again(
     cluster: Callable[..., Cluster], undisturbed: Any, standalone: Callable[..., ParameterServer]
 ) -> None:
@@ -278,6 +279,7 @@ def test_epoch_waits_for_a_server_that_is_started_again(
     assert one.losses == undisturbed(one.config)
 
 
+@pytest.mark.slow
 def test_epoch_goes_on_with_a_server_elsewhere_and_without_a_machine(
     cluster: Callable[..., Cluster], undisturbed: Any, standalone: Callable[..., ParameterServer]
 ) -> None:
@@ -369,6 +371,7 @@ def test_all_leave_after_the_same_step_and_others_go_on(
     assert one.losses == undisturbed(one.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [{}, {"pipeline__stages": 1, "tensor_parallel__size": 2}, {"pipeline__stages": 1, **TORCH}],

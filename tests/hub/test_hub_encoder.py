@@ -118,6 +118,7 @@ def test_encoder_learns_alike_in_any_cut_and_continues_no_text(losses, tmp_path)
     assert not torch.equal(reference(tmp_path / "out")(published.tokens()).logits, before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 def test_adapter_of_an_encoder_opens_in_peft_as_it_learned(losses, tmp_path):
     peft = pytest.importorskip("peft")

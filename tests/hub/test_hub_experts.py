@@ -65,6 +65,7 @@ def test_gradients_of_experts_do_not_depend_on_how_they_are_made(options, base, 
         assert torch.equal(gradient, other[name])
 
 
+@pytest.mark.slow
 def test_forecast_of_a_mixture_counts_the_adapted_experts(tmp_path):
     folder = published.save("qwen3-moe", tmp_path / "model")
     totals = []

@@ -20,6 +20,7 @@ published = pytest.importorskip("hub.published")
 CUTS = ((1,) * 10, (2, 8))
 
 
+@pytest.mark.slow
 def test_memory_of_many_equal_layers_follows_from_that_of_a_few(tmp_path, monkeypatch):
     folder = published.save("smollm2", tmp_path / "model", num_hidden_layers=8)
     config = build(
@@ -58,7 +59,7 @@ def test_simulate_needs_the_configuration_of_a_model_alone(tmp_path):
     assert predicted["memory"][0]["total"] > 0
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.parametrize(
     ("family", "way"),

@@ -67,6 +67,7 @@ class Open:
         pass
 
 
+@pytest.mark.slow
 def test_64_machines_are_measured_in_less_than_two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     met: Counter[tuple[int, int]] = Counter()
     lengths: dict[int, float] = {}

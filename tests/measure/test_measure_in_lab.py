@@ -109,6 +109,7 @@ def off(cluster: Cluster) -> list[str]:
     return different
 
 
+@pytest.mark.slow
 @pytest.mark.waits  # beside what sleeps its delays and rates are as on a quiet machine
 def test_links_are_measured_as_in_the_profile(lab: Lab, tmp_path: Path, warm_python: str) -> None:
     """Also one that is slower one way than the other."""
@@ -123,6 +124,7 @@ def test_links_are_measured_as_in_the_profile(lab: Lab, tmp_path: Path, warm_pyt
     assert 1 < jittery.jitter_ms < 4
 
 
+@pytest.mark.slow
 def test_pair_without_a_route_is_measured_through_the_relay(
     lab: Lab, tmp_path: Path, warm_python: str
 ) -> None:

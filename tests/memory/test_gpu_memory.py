@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.stand_in
 @pytest.mark.parametrize("way", WAYS)
 def test_gpus_use_the_predicted_memory(

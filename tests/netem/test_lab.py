@@ -54,6 +54,7 @@ def python(host: measure.Host, *arguments: str) -> subprocess.CompletedProcess[s
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_router_carries_coalesced_packets(lab):
     """Several times what it carries packet by packet; half of that where the router's devices
     cannot segment.
@@ -102,6 +103,7 @@ def warned(lab: Lab, path: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_links_that_differ_are_each_measured_as_in_the_profile(lab, profile):
     far, near = Link(20, 0.04), Link(40, 0.03)  # slow enough for a busy router
     blocks = text(far, "[[link]]\nfrom = 0\nto = 1") + text(near, "[[link]]\nfrom = 0\nto = 2")
@@ -125,6 +127,7 @@ def test_links_of_a_host_share_its_egress(lab, profile):
     assert sum(link.bandwidth_gbps for link in observed.values()) < 0.4 * 1.1
 
 
+@pytest.mark.slow
 def test_window_stays_open_through_a_pause(lab, profile):
     """A message of 400 kB takes a round trip and 32 ms then, and three round trips where the window
     has closed.
@@ -151,6 +154,7 @@ def test_window_stays_open_through_a_pause(lab, profile):
     assert took["warm"] < 0.6 * took["cold"]
 
 
+@pytest.mark.slow
 def test_those_who_send_to_a_host_share_its_ingress(lab, profile):
     machines = text(Link(5, 0.4), "[default_link]")
     for name in "abc":

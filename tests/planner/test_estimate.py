@@ -34,6 +34,7 @@ def alike(count: int, link: Link, **fields: int) -> Cluster:
     return Cluster(tuple(every), default_link=link)
 
 
+@pytest.mark.slow
 def test_replicas_that_agree_every_eighth_step_exchange_in_an_eighth_of_the_steps() -> None:
     settings = {"kind": "local-sgd", "inner_steps": 8, "replicas": 2}
     config = job(data_parallel=settings, pipeline={"stages": 1})
@@ -47,6 +48,7 @@ def test_replicas_that_agree_every_eighth_step_exchange_in_an_eighth_of_the_step
     assert often_s > 1.5 * estimated_s
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_share_its_cores() -> None:
     config = job(pipeline={"stages": 2}, train={"num_microbatches": 8})
     crowded_s, simulated_s = both_s(config, alike(1, NEAR, devices=2, cores=1))
@@ -56,6 +58,7 @@ def test_ranks_of_one_machine_share_its_cores() -> None:
     assert crowded_s > 1.5 * enough_s
 
 
+@pytest.mark.slow
 def test_weight_gradients_that_are_left_for_later_count_as_held() -> None:
     """A plan of zero-bubble's order once held 131 % of a machine: nothing was counted, for there
     seemed to be plenty.
@@ -71,6 +74,7 @@ def test_weight_gradients_that_are_left_for_later_count_as_held() -> None:
     assert all(0 < seat.memory <= 1 for seat in seat_reports(decided))
 
 
+@pytest.mark.slow
 def test_computing_on_a_gpu_takes_no_cores() -> None:
     config = job(pipeline={"stages": 2}, train={"num_microbatches": 8})
     cluster = alike(1, NEAR, devices=2, cores=1)
@@ -126,6 +130,7 @@ def test_replicas_of_one_stage_on_unequal_machines_are_estimated_as_simulated(se
     assert estimated_s == pytest.approx(simulated_s, rel=0.01)
 
 
+@pytest.mark.slow
 def test_late_replica_sends_alone_through_its_interface() -> None:
     """Three shares through an egress of a third of the link's rate, when the others are done."""
     settings: dict[str, object] = {"kind": "all-reduce", "replicas": 4}

@@ -60,6 +60,7 @@ def test_plan_has_rank_0_where_the_relay_is_and_goes_around_relayed_links(folder
     assert names[0] == "c"
 
 
+@pytest.mark.slow
 def test_plan_says_which_of_its_links_are_relayed(folder: Path) -> None:
     (folder / "machines.toml").write_text(relayed_machines(("a", "b"), ("a", "d"), ("b", "d")))
     done = plan("-o", "pipeline.stages=4")
@@ -104,6 +105,7 @@ def test_explanation_says_bubble_price_bounds_and_what_a_faster_link_brings(fold
     assert {*bound} <= {"compute", "egress", "ingress", "memory", "delay"}
 
 
+@pytest.mark.slow
 def test_explanation_says_what_one_more_machine_brings(folder: Path) -> None:
     """Of two that are alike and near, a third takes its part of the layers."""
 
@@ -193,6 +195,7 @@ def test_budget_that_buys_nothing_is_refused(folder: Path) -> None:
     assert "cost 0.5 an hour, and --max-price is 0.1" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [("--max-price", "1"), ("--objective", "price")])
 def test_price_that_is_not_known_is_not_taken_for_nothing(
     folder: Path, asked: tuple[str, str]
@@ -362,6 +365,7 @@ def test_plan_of_another_model_is_refused_everywhere(folder: Path, command: str)
     assert "is of another model" in done.output
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("command", ["simulate", "launch", "train"])
 def test_plan_for_other_machines_is_refused_everywhere(folder: Path, command: str) -> None:
     assert plan("--write", "plan.toml", "-o", "pipeline.stages=4").exit_code == 0

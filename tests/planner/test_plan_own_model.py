@@ -75,8 +75,8 @@ def planned(*overrides: str) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("memory_gb", [0.09, 0.07])
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_gb", [0.07, 0.09])
 def test_what_layers_that_were_measured_hold_fits_the_machines(
     memory_gb: float, folder: Path
 ) -> None:

@@ -64,6 +64,7 @@ def overrides_of(decided: Decided, folder: Path) -> tuple[str, ...]:
     return planned(decided.problem.config, (machines,), folder / "plan.toml")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("warm_ranks")
 def test_plan_of_three_machines_is_trained_where_it_places_the_stages(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_plan_of_three_machines_is_trained_where_it_places_the_stages(tmp_path: 
     assert inputs.assumed_network.links == decided.best.network.links
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("sections", "cluster"),
     [

@@ -59,7 +59,7 @@ def exhaustive_optimum(given: PlanProblem, objective: Objective, num_machines: i
     return float(least)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_search_of_five_machines_finds_the_optimum(seed: int) -> None:
     given = problem(job(num_layers=5), machines(5, seed))
@@ -70,6 +70,7 @@ def test_search_of_five_machines_finds_the_optimum(seed: int) -> None:
     assert best.value == pytest.approx(exhaustive_optimum(given, objective, 5), rel=1e-9)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_search_of_five_machines_finds_the_cheapest(seed: int) -> None:
     cluster = machines(5, seed, price_per_hour=1.0)
@@ -82,6 +83,7 @@ def test_search_of_five_machines_finds_the_cheapest(seed: int) -> None:
     assert best.shape.num_seats <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_search_of_machines_with_little_memory_finds_the_optimum(seed: int) -> None:
     cluster = machines(5, seed, memory_gb=0.004)
@@ -94,7 +96,7 @@ def test_search_of_machines_with_little_memory_finds_the_optimum(seed: int) -> N
     assert best.shape.stages > 1
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_search_of_eight_machines_finds_the_optimum(seed: int) -> None:
     stated = {"train": {"num_microbatches": 4}, "pipeline": {"recompute": "none"}}
@@ -107,6 +109,7 @@ def test_search_of_eight_machines_finds_the_optimum(seed: int) -> None:
     assert best.value == pytest.approx(exhaustive_optimum(given, objective, 8), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_search_finds_the_same_with_the_same_seed() -> None:
     given = problem(job(), machines(12))
 
@@ -117,6 +120,7 @@ def test_search_finds_the_same_with_the_same_seed() -> None:
     assert first.order.tolist() == second.order.tolist()
 
 
+@pytest.mark.slow
 def test_format_that_rounds_blocks_is_for_replicas_of_single_ranks_alone() -> None:
     """It ended in the error of a run that has both."""
     fleet = machines(4, devices=2)
@@ -128,6 +132,7 @@ def test_format_that_rounds_blocks_is_for_replicas_of_single_ranks_alone() -> No
     assert "int8" not in together
 
 
+@pytest.mark.slow
 def test_machine_of_rank_0_has_the_first_stage_where_that_is_known() -> None:
     cluster = machines(5, seed=3)
     free = search(problem(job(), cluster), Objective())[0]

@@ -100,6 +100,7 @@ def test_adapter_learns_alike_in_every_cut_beside_a_base_of_few_bits(base, tmp_p
     assert exact != losses[0] == pytest.approx(exact, rel={"int8": 0.01, "nf4": 0.1}[base])
 
 
+@pytest.mark.slow
 def test_bytes_of_a_base_of_few_bits_are_predicted(tmp_path):
     folder = published.save("llama", tmp_path / "model", hidden_size=256, intermediate_size=512)
     held = {}

@@ -117,6 +117,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_rows(folder) if "loss" in row]
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("kind", ["grpc", "tcp"])
 def test_two_nats_change_no_loss(
     houses: Houses, tmp_path: Path, warm_python: str, kind: str
@@ -140,6 +141,7 @@ def test_two_nats_change_no_loss(
     assert losses(tmp_path / "nat") == losses(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_link_behind_two_nats_is_measured_and_marked(
     houses: Houses, tmp_path: Path, warm_python: str
 ) -> None:

@@ -109,6 +109,7 @@ def test_launch_runs_all_ranks_and_passes_each_row(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_launched_ranks_do_not_import_what_only_compiling_needs(
     tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

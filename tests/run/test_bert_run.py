@@ -85,6 +85,7 @@ def test_replicas_read_the_batch_of_one_process(
     assert losses(shared) == pytest.approx(whole, rel=ROUNDING)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_stages_have_the_losses_of_one_process(
     small: Make, losses: Losses, tmp_path: Path
 ) -> None:

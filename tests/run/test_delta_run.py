@@ -87,7 +87,7 @@ def rows_of(cache: SampleCache) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -112,6 +112,7 @@ def test_both_ends_of_a_link_have_kept_the_same_bits(
         assert torch.equal(rows_of(sender), rows_of(receiver))
 
 
+@pytest.mark.slow
 def test_replicas_each_remember_what_they_have_seen(
     chats: Make, losses: Losses, caches: Any
 ) -> None:
@@ -136,6 +137,7 @@ def test_deltas_of_four_bits_end_closer_to_fp32_than_four_bits(chats: Make, loss
     assert apart["int4+delta"] < 0.5 * apart["int4"]
 
 
+@pytest.mark.slow
 def test_resumed_run_remembers_nothing_and_says_so(
     chats: Make, losses: Losses, caches: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,6 +155,7 @@ def test_resumed_run_remembers_nothing_and_says_so(
         assert torch.equal(rows_of(sender), rows_of(receiver))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_the_folder(chats: Make, losses: Losses, tmp_path: Path) -> None:
     losses(chats("run", wire("int4+delta"), train__steps=1))
     assert not [path.name for path in (tmp_path / "run").iterdir() if "deltas" in path.name]

@@ -130,6 +130,7 @@ def same(tiny: Make, losses: Losses, tmp_path: Path) -> Callable[[str, Way, floa
     return compare
 
 
+@pytest.mark.some_cases(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_ONE_GPU)
 def test_one_gpu_is_enough_for_all_stages_and_replicas(
@@ -138,6 +139,7 @@ def test_one_gpu_is_enough_for_all_stages_and_replicas(
     same("cuda:0", *ON_ONE_GPU[way])
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_SEVERAL_GPUS)
 def test_gpus_communicate_by_nccl(way: str, same: Callable[[str, Way, float], None]) -> None:

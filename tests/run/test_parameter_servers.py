@@ -81,7 +81,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("replicas", "overrides"),
     [
@@ -121,7 +121,7 @@ def loss(logits, targets):
 """
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["activation_alone:layers", "replay"])
 @pytest.mark.parametrize("wire", ["none", "int8"])
 def test_stage_without_parameters_trains_on_a_server(
@@ -142,6 +142,7 @@ def test_stage_without_parameters_trains_on_a_server(
     assert server.standing == {0: 3, 1: 3, 2: 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["none", "int8"])
 def test_run_repeats_itself_bit_for_bit(wire: str, with_server: Make, losses: Losses) -> None:
     again = {"pipeline__stages": 2, "data_parallel__wire": wire, **EAGER}
@@ -169,7 +170,7 @@ def test_standalone_server_gives_the_losses_of_an_embedded_one(
     assert server.wait_until_left(5)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("wire", ["none", "int8"])
 @pytest.mark.parametrize(
     "other", [{"data_parallel__replicas": 3}, {"data_parallel__kind": "all-reduce"}]
@@ -184,6 +185,7 @@ def test_run_resumes_with_other_replicas_or_another_kind(
     assert goes_on == pytest.approx(whole, rel=ROUNDING if wire == "none" else 1e-2)
 
 
+@pytest.mark.slow
 def test_resumed_lossy_run_equals_an_uninterrupted_one(with_server: Make, losses: Losses) -> None:
     """The checkpoint has the server's parameters beside those of the workers; after so few steps
     there is no error feedback.
@@ -199,6 +201,7 @@ def test_fp16_run_learns_like_fp32(with_server: Make, losses: Losses) -> None:
     assert half == pytest.approx(full, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_stale_run_learns(staleness: int, with_server: Make, losses: Losses) -> None:
     config = with_server(
@@ -210,7 +213,7 @@ def test_stale_run_learns(staleness: int, with_server: Make, losses: Losses) -> 
 
 
 def test_rows_and_spans_have_pushes_and_pulls(with_server: Make, losses: Losses) -> None:
-    config = with_server(2, pipeline__stages=2)
+    config = with_server(2, pipeline__stages=2, run__trace_steps=1)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
     assert set(row["mb_per_s"]) == {
@@ -266,6 +269,7 @@ def test_restarted_server_changes_no_bit(with_server: Make, losses: Losses, apar
     assert equal(parameters(config), parameters(whole))
 
 
+@pytest.mark.slow
 def test_restarted_server_of_a_stale_run_continues_unfinished_steps(
     with_server: Make, losses: Losses, apart: Any
 ) -> None:
@@ -283,6 +287,7 @@ def test_restarted_server_of_a_stale_run_continues_unfinished_steps(
     assert second.standing[0] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # seven runs' worth of threads: on a machine as busy as can be, a minute
 def test_tensor_parallel_ranks_keep_their_parts_on_a_restarted_server(
     with_server: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
@@ -359,6 +364,7 @@ def serve(tmp_path: Path, warm_python: str) -> Iterator[Callable[[int], subproce
         process.communicate(timeout=10)
 
 
+@pytest.mark.slow
 def test_killed_and_restarted_server_changes_no_bit(
     with_server: Make, run_ranks: Run, losses: Losses, serve: Any
 ) -> None:

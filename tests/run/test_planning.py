@@ -34,6 +34,7 @@ def job(folder: Path, **sections: dict[str, object]) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_are_measured_planned_and_trained(tmp_path: Path) -> None:

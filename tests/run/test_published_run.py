@@ -60,6 +60,7 @@ def test_cut_changes_no_bit_and_only_the_adapter_is_kept(chats, losses, tmp_path
     assert sum(path.stat().st_size for path in checkpoint.iterdir()) < 200_000
 
 
+@pytest.mark.slow
 def test_evaluation_tells_how_many_answers_are_right_in_any_cut(chats, losses, tmp_path):
     """Held out is a file of its own."""
     kept = tmp_path / "kept.jsonl"
@@ -75,6 +76,7 @@ def test_evaluation_tells_how_many_answers_are_right_in_any_cut(chats, losses, t
     assert 0 <= first < last <= 1
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_learn_get_no_gradient(chats, losses, tmp_path):
     upper = {"adapter__layers": (2, 3), "train__clip_norm": 0}
     whole = losses(chats(1, **upper))
@@ -91,6 +93,7 @@ def test_run_goes_on_at_the_very_sample(chats, losses):
     assert losses(chats(2, train__decay="none"), resume=True) == straight
 
 
+@pytest.mark.slow
 def test_streamed_rows_have_the_losses_of_rows_that_are_kept(chats, losses):
     """In their order, and also where the run was stopped and goes on."""
     same = {"train__decay": "none", "data__shuffle": "none", "data__held_out": 0.0}
@@ -120,6 +123,7 @@ def test_answer_of_a_run_is_that_of_its_export(chats, losses, tmp_path):
     assert answer == tokenizer.decode(theirs)
 
 
+@pytest.mark.slow
 def test_base_of_4_bits_answers_as_it_was_trained_and_goes_out_whole(chats, losses, tmp_path):
     bf16 = {"train__parameters": "bf16", "train__precision": "bf16"}
     config = chats(2, adapter__base="nf4", train__eval_every=4, **bf16)

@@ -62,7 +62,7 @@ def held_out(config: Config) -> list[float]:
     ]
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("replicas", "overrides"),
     [
@@ -108,7 +108,7 @@ def test_replicas_have_the_losses_of_one_process_on_their_batch(
     assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -142,6 +142,7 @@ def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
     assert torch.equal(first, last)
 
 
+@pytest.mark.slow
 def test_local_sgd_resumes_between_outer_steps_to_the_last_bit(split: Make, losses: Losses) -> None:
     """Between two outer steps replicas differ: the checkpoint has each of them."""
     settings = {"pipeline__stages": 2, "train__decay": "none", "data_parallel__inner_steps": 2}
@@ -151,6 +152,7 @@ def test_local_sgd_resumes_between_outer_steps_to_the_last_bit(split: Make, loss
     assert whole[-1] < whole[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
 def test_replicas_that_are_cut_differently_have_the_bits_of_one_cut(
     kind: str, split: Make, losses: Losses
@@ -158,7 +160,9 @@ def test_replicas_that_are_cut_differently_have_the_bits_of_one_cut(
     """Gradients are exchanged by layer, between whoever holds it."""
     settings = {"pipeline__stages": 2, "train__steps": 3}
     alike = split(2, kind, "alike", pipeline__split=(2, 2), **settings)
-    apart = split(2, kind, "apart", pipeline__splits=((3, 1), (1, 3)), **settings)
+    apart = split(
+        2, kind, "apart", pipeline__splits=((3, 1), (1, 3)), run__trace_steps=1, **settings
+    )
     assert losses(apart) == losses(alike)
     kept = parameters(alike)
     for name, value in parameters(apart).items():
@@ -168,6 +172,7 @@ def test_replicas_that_are_cut_differently_have_the_bits_of_one_cut(
     assert [part.stages for part in inputs.replicas.parts] == [(0, 0), (0, 1), (1, 1)]
 
 
+@pytest.mark.slow
 def test_run_of_one_cut_goes_on_where_replicas_are_cut_differently(
     split: Make, losses: Losses
 ) -> None:
@@ -178,6 +183,7 @@ def test_run_of_one_cut_goes_on_where_replicas_are_cut_differently(
     assert losses(split(2, "sharded", "part", **apart, **settings), resume=True) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
 def test_run_of_replicas_repeats_itself_bit_for_bit(kind: str, split: Make, losses: Losses) -> None:
     again = {
@@ -199,6 +205,7 @@ def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
     assert late[-1] < late[0]
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("before", "after", "delay"),
     [
@@ -235,6 +242,7 @@ def test_run_resumes_with_other_replicas_and_stages(
     assert losses(arranged(after, "part", 5), resume=True) == pytest.approx(whole, rel=ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "apart"),
     [
@@ -258,6 +266,7 @@ def test_checkpoint_amid_an_exchange_is_resumed_by_other_replicas_and_stages(
     assert at_6 < at_4 < at_2
 
 
+@pytest.mark.slow
 def test_fp16_overflow_on_one_replica_skips_the_step_on_all(split: Make, losses: Losses) -> None:
     config = split(2, train__precision="fp16", pipeline__stages=2)
     half = losses(config)
@@ -288,6 +297,7 @@ def loss(logits, targets):
 """
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
 def test_run_with_a_parameter_that_nothing_uses_goes_on(
@@ -409,7 +419,7 @@ def test_gradient_that_is_not_finite_names_rank_and_parameter(
 
 
 def test_rows_and_spans_have_the_exchange(split: Make, losses: Losses) -> None:
-    config = split(2, pipeline__stages=2)
+    config = split(2, pipeline__stages=2, run__trace_steps=1)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
     assert set(row["mb_per_s"]) == {"0->1", "1->0", "2->3", "3->2", "0->2", "2->0", "1->3", "3->1"}

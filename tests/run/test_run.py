@@ -130,11 +130,12 @@ def test_rank_0_alone_searches_the_schedule_that_all_run(
         return replace(generate("zero-bubble", 2, 4), name="found once")
 
     monkeypatch.setattr("dpipe.plan.forecast.search", search)
-    losses(tiny(pipeline__stages=2, pipeline__schedule="auto"))
+    losses(tiny(pipeline__stages=2, pipeline__schedule="auto", run__trace_steps=1))
     assert searched == ["rank 0"]
     assert load_inputs(tmp_path / "run/trace").schedule.name == "found once"
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns_like_fp32(
     precision: str, tiny: Make, losses: Losses, tmp_path: Path
@@ -150,6 +151,7 @@ def test_half_precision_learns_like_fp32(
 MIXED = {"forward": "int6+feedback", "backward": "int8"}
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", MIXED], ids=str)
 def test_lossy_wire_learns_like_fp32(wire: Any, tiny: Make, losses: Losses, tmp_path: Path) -> None:
     exact = losses(tiny(pipeline__stages=2))
@@ -204,7 +206,7 @@ def test_run_killed_after_its_last_checkpoint_ends_normally_when_resumed(
     tiny: Make, losses: Losses
 ) -> None:
     """No step is left to train, and there is no trace."""
-    config = tiny()
+    config = tiny(run__trace_steps=1)
     whole = losses(config)
     shutil.rmtree(Path(config.run.folder) / "trace")
     assert losses(config, resume=True) == whole
@@ -654,7 +656,7 @@ def test_checkpoints_may_go_to_any_url(tiny: Make, losses: Losses, tmp_path: Pat
 
 
 def test_trace_has_every_rank_and_the_prediction(tiny: Make, losses: Losses) -> None:
-    config = tiny(pipeline__stages=2)
+    config = tiny(pipeline__stages=2, run__trace_steps=1)
     losses(config)
     events = json.loads(write_chrome(Path(config.run.folder)).read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -664,7 +666,7 @@ def test_trace_has_every_rank_and_the_prediction(tiny: Make, losses: Losses) -> 
 
 
 def test_spans_of_two_ranks_are_on_one_clock(tiny: Make, losses: Losses) -> None:
-    config = tiny(pipeline__stages=2)
+    config = tiny(pipeline__stages=2, run__trace_steps=1)
     losses(config)
     ((_, _, timeline),) = load_trace(Path(config.run.folder)).steps
     start = {
@@ -677,7 +679,7 @@ def test_spans_of_two_ranks_are_on_one_clock(tiny: Make, losses: Losses) -> None
 
 
 def test_run_without_a_trace_says_so(tiny: Make, losses: Losses) -> None:
-    config = tiny(run__trace_steps=0)
+    config = tiny()
     losses(config)
     with pytest.raises(ConfigError, match="trace_steps"):
         load_trace(Path(config.run.folder))

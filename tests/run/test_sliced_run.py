@@ -23,7 +23,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", CUTS)
 def test_losses_of_slices_do_not_depend_on_stages_and_schedule(
     tiny: Make, losses: Losses, tmp_path: Path, name: str
@@ -33,6 +33,7 @@ def test_losses_of_slices_do_not_depend_on_stages_and_schedule(
     assert losses(tiny(**sliced, **CUTS[name])) == one
 
 
+@pytest.mark.slow
 def test_losses_of_slices_are_those_of_whole_sequences_up_to_rounding(
     tiny: Make, losses: Losses, tmp_path: Path
 ) -> None:
@@ -56,7 +57,8 @@ def test_evaluation_reads_whole_sequences(tiny: Make, losses: Losses, tmp_path: 
 
 
 def test_trace_knows_slices_and_what_each_sends(tiny: Make, losses: Losses) -> None:
-    config = tiny(pipeline__stages=2, pipeline__sequence_slices=4, pipeline__wire="int8")
+    sliced = {"pipeline__stages": 2, "pipeline__sequence_slices": 4, "pipeline__wire": "int8"}
+    config = tiny(**sliced, run__trace_steps=1)
     losses(config)
     folder = Path(config.run.folder)
     inputs = load_inputs(folder / "trace")

@@ -53,7 +53,7 @@ def column(config: Config, key: str) -> list[float]:
     return [row[key] for row in read_rows(Path(config.run.folder)) if key in row]
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
@@ -159,7 +159,7 @@ def test_run_resumes_with_another_tensor_parallel_size(
 def test_trace_has_the_groups_exchanges_and_a_prediction_for_its_first_rank(
     split: Make, losses: Losses
 ) -> None:
-    config = split(2, train__steps=1, train__num_microbatches=1)
+    config = split(2, train__steps=1, train__num_microbatches=1, run__trace_steps=1)
     losses(config)
     trace = load_trace(Path(config.run.folder))
     ((_, _, measured),) = trace.steps

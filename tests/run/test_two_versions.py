@@ -79,6 +79,7 @@ def test_replicas_learn_what_one_process_learns(
     assert losses(tiny(**OVERLAPPING, **two)) == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("at", [3, 4])
 def test_resumed_run_goes_on_with_both_versions(
     at: int, tiny: Callable[..., Config], losses: Callable[..., list[float]], tmp_path: Path

@@ -27,6 +27,7 @@ tensorboard = false
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_line_has_what_was_predicted_ahead_and_what_steps_took(

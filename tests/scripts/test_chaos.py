@@ -209,6 +209,7 @@ def test_links_are_cut_in_a_lab_alone(script: Script, tmp_path: Path) -> None:
     assert "give --network" in result.output
 
 
+@pytest.mark.slow
 def test_command_that_is_forked_ends_as_it_would(
     script: Script, warm_python: str, tmp_path: Path
 ) -> None:
@@ -235,6 +236,7 @@ with open("log", "wb") as log:
     assert "0F0" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_run_without_machines_is_over(script: Script, machines: Any, tmp_path: Path) -> None:
     chaos = script("chaos")
     for process in machines.running.values():

@@ -48,6 +48,7 @@ def a_row(**known):
     return base | known
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("warm_spawn")
 def test_tiny_run_writes_both_files(script, tmp_path) -> None:

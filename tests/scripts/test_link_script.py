@@ -99,6 +99,7 @@ def test_rows_are_printed_as_a_table(link, far):
     assert lines[3:] == lines[2:3]
 
 
+@pytest.mark.slow
 def test_dpipe_is_timed_between_two_processes(link):
     assert link.dpipe(HERE, 2, 0.0, 0.1) > 0
 

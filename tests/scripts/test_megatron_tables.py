@@ -50,6 +50,7 @@ def test_table_in_other_forms_has_the_same_rows(table):
     )
 
 
+@pytest.mark.slow
 def test_plot_is_drawn(table, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "table.png"

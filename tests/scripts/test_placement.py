@@ -236,6 +236,7 @@ def test_command_without_matrices_names_what_it_takes() -> None:
     assert "--delay, --bandwidth, --stages, --replicas" in " ".join(ended.output.split())
 
 
+@pytest.mark.slow
 def test_command_prints_a_line_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     small = placement_cases.Case("small", 2, 2, num_blocks=2)
     monkeypatch.setattr(placement_cases, "CASES", (small,))

@@ -20,6 +20,7 @@ def kept() -> list[dict[str, object]]:
     return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_search_finds_the_best_of_all_placements_and_cuts() -> None:
     case = placement_cases.Case("small", 3, 2, speeds=(1.0, 0.5), num_blocks=4)
     row = placement_cases.row_of(case, dtfm_seconds=0.1)
@@ -43,6 +44,7 @@ def test_docs_have_the_kept_table() -> None:
     assert placement_cases.as_table(kept()) in page
 
 
+@pytest.mark.slow
 def test_fleet_is_planned_with_all_decisions() -> None:
     fleet = placement_cases.Case("small", 6, 1, speeds=(1.0, 0.5), num_blocks=4)
     row = placement_cases.fleet_row(fleet, batch_size=16)

@@ -60,13 +60,20 @@ def names() -> list[str]:
     return sorted(path.stem for path in KEPT.glob("*.csv"))
 
 
+# What searches longest comes last.
+PREDICTED = sorted(
+    (name for name in names() if name != "gpt3xl_gpipe_network"),
+    key=lambda name: name == "gpt3xl_gpipe_micro_batches",
+)
+
+
 def test_every_table_has_its_rows_kept(table) -> None:
     predicted = set(table.TABLES) - set(table.MEASURED)
     assert names() == sorted(predicted)
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("name", [name for name in names() if name != "gpt3xl_gpipe_network"])
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("name", PREDICTED)
 def test_prediction_of_today_is_the_one_that_is_kept(table, name) -> None:
     """After an intended change: `scripts/table.py NAME --mode sim --csv` into the file, and --page
     docs/results.md.
@@ -133,14 +140,15 @@ def test_every_assumption_says_where_it_is_from(table) -> None:
             assert parameter.origin.startswith(ORIGINS), parameter
 
 
+@pytest.mark.slow
 def test_table_says_its_assumptions_below_its_rows(table) -> None:
     text = CliRunner().invoke(table.main, ["gpt3xl_megatron", "--mode", "sim"]).output
     assert "| words of the classifier | 28996 |  | nominal: BERT's cased vocabulary |" in text
     assert text.count("| fitted on ") == 5
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("name", [name for name in names() if name != "gpt3xl_gpipe_network"])
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("name", PREDICTED)
 def test_page_says_what_the_table_comes_to(table, name, tmp_path) -> None:
     page = ROOT / "docs/results.md"
     copy = tmp_path / "results.md"

@@ -339,6 +339,7 @@ def test_table_without_runs_is_refused(steps: int | None, cluster: Path) -> None
     assert "no case of table_1 has run in" in result.output
 
 
+@pytest.mark.slow
 def test_script_reads_the_configuration_beside_it(tmp_path: Path) -> None:
     """The whole way from the shell, in a copy of the tree whose interpreter is this one."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")

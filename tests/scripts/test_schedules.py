@@ -87,7 +87,7 @@ def test_docs_say_what_the_file_says(name: str, schedules: ModuleType) -> None:
     assert shown in section
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bound", "interleaved"])
 def test_kept_steps_are_those_that_are_found_today(
     name: str, schedules: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -330,6 +330,7 @@ def test_network_with_fewer_pairs_than_ranks_is_refused_first(bench):
     assert bench.measured == []
 
 
+@pytest.mark.slow
 def test_real_cell_takes_the_simulated_time(script, tmp_path, monkeypatch):
     """Two processes, three steps, 20 ms each way: the measured time is the simulated one and a
     little more.

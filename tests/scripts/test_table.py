@@ -131,6 +131,7 @@ def test_local_sgd_pays_for_its_exchange_once_in_a_hundred_steps(table, monkeypa
     assert alone < local <= 1.01 * alone
 
 
+@pytest.mark.slow
 def test_auto_in_bf16_at_the_worst_network_beats_the_published_best(table):
     row = table.with_prediction(table.Row(50, 1, 1, "dpipe", "auto", "bf16"))
     assert row.predicted_s <= 14.9

@@ -81,6 +81,7 @@ def test_run_that_the_sweep_no_longer_has_is_named(today, tmp_path: Path) -> Non
         list(today.today(sweep_file("gpt3xl_overlap"), one_line(tmp_path, schedule="gpipe")))
 
 
+@pytest.mark.slow
 def test_rows_are_printed_and_kept(today, tmp_path: Path) -> None:
     out = tmp_path / "today.jsonl"
     words = [str(sweep_file("gpt3xl_overlap")), "--out", str(out)]

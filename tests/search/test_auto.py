@@ -152,6 +152,7 @@ def test_search_knows_published_schedules_that_are_deeper_than_a_step_has_micro_
     assert found_us <= step_us(zb_h2, costs, FAST, ballots=FAST) + 0.5
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("profile", ["regional", "two-sites"])
 def test_search_is_near_the_bound_where_one_link_is_slower_than_a_micro_batch_of_work(profile):
     """There a weight gradient that begins just before a message comes holds up all that follow."""
@@ -162,6 +163,7 @@ def test_search_is_near_the_bound_where_one_link_is_slower_than_a_micro_batch_of
     assert step_us(found, costs, network, ballots=network) <= 1.05 * bound_us
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.integers(1, 30), min_size=4, max_size=4),
@@ -184,6 +186,7 @@ def test_search_leaves_a_backward_pass_whole_where_its_halves_take_longer():
     assert not search(4, 8, dear, FAST).splits
 
 
+@pytest.mark.slow
 def test_search_counts_what_it_tries_so_that_its_time_is_bounded(monkeypatch):
     runs = []
     plain = PipelineClock.run
@@ -211,7 +214,7 @@ def heap_s() -> float:
     return time.process_time() - began_s
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["regional", "two-sites"])  # those that take longest
 def test_search_of_twelve_stages_and_64_micro_batches_takes_seconds_of_a_core(profile):
     """2.3 s where the heap takes 0.65 s; a slower machine, or a shared one, is slower in both."""

@@ -47,6 +47,7 @@ def gaps(rows):
     return [found_us(row) / row["optimum_us"] - 1 for row in rows]
 
 
+@pytest.mark.slow
 def test_search_is_within_1_percent_of_the_optimum_on_average_and_3_at_most():
     found = gaps(ROWS[:120])
     assert len(found) == 120
@@ -55,6 +56,7 @@ def test_search_is_within_1_percent_of_the_optimum_on_average_and_3_at_most():
     assert min(found) > -1e-4, "nothing is faster than the optimum"
 
 
+@pytest.mark.slow
 def test_search_is_as_near_over_links_that_differ():
     """The bound of those whose interfaces are narrow is reached by all but a few: it is the optimum
     there.
@@ -68,6 +70,7 @@ def test_search_is_as_near_over_links_that_differ():
     assert min(found) > -1e-4, "nothing is faster than the optimum"
 
 
+@pytest.mark.slow
 def test_search_is_as_near_with_two_stages_a_rank():
     found = gaps(SEVERAL)
     assert len(found) == 60

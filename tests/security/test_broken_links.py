@@ -111,7 +111,7 @@ def stream_both_ways(first: SessionMesh, second: SessionMesh, count: int) -> Non
             done.result(timeout=100)
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(3)
 @both_kinds
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("connections", [1, 3])
@@ -136,6 +136,7 @@ def holds_soon(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 @both_kinds
 def test_resets_leave_no_thread_and_no_descriptor(kind: Kind) -> None:
     with linked(kind):

@@ -68,7 +68,7 @@ def break_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], l
         yield begin
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("cut", "reset_after"),
     [
@@ -159,6 +159,7 @@ def finish(ranks: list[subprocess.Popen[str]]) -> None:
         assert process.returncode == 0, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tcp", "grpc"])
 def test_process_that_is_stopped_for_a_while_is_waited_for(
     kind: str,

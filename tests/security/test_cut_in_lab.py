@@ -53,6 +53,7 @@ def num_steps(folder: Path) -> int:
     return len(read_rows(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "cut_s"), [("tcp", 5.0), ("tcp", 15.0), ("grpc", 15.0)])
 def test_cut_of_seconds_is_waited_out_and_changes_no_loss(
     kind: str,

@@ -35,7 +35,7 @@ ODD = [DEEP, '{"a": ' * 100_000, HUGE, "null", "[]", "1e999", '"\\ud800"', "", "
 
 @pytest.fixture
 def run(tiny: Make, losses: Losses, tmp_path: Path) -> Path:
-    losses(tiny())
+    losses(tiny(run__trace_steps=1))
     return tmp_path / "run"
 
 

@@ -182,6 +182,7 @@ NONSENSE = [
 ]
 
 
+@pytest.mark.some_cases(7)
 @pytest.mark.parametrize("message", NONSENSE, ids=lambda value: repr(value)[:40])
 def test_machine_that_sends_nonsense_is_put_out_and_the_others_go_on(
     pair: tuple[Machine, Machine], server: ElasticServer, message: bytes | dict[str, Any]

@@ -160,6 +160,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", PLANS, ids=["8 x 8 x 8", "2 x 8 x 32 replicas"])
 def test_plan_for_512_gpus_is_predicted(table: dict[str, Any]) -> None:
     """On a machine of any size."""
@@ -212,6 +213,7 @@ def test_memory_limit_of_the_user_overrides_the_prediction(tiny: Make) -> None:
     refuse_more_than_machine(draft(config.with_(pipeline__memory_gb=1e9)), range(2))
 
 
+@pytest.mark.slow
 def test_sizes_within_bounds_end_in_words_or_in_a_plan() -> None:
     most = {"num_layers": 2048, "width": 1 << 20, "num_heads": 1, "context": 1 << 24}
     config = build({"model": {**most, "vocab_size": 1 << 28}, "pipeline": {"stages": 8}})

@@ -22,7 +22,7 @@ FOLDERS = ["logs", "trace", "tensorboard"]
 
 @pytest.fixture
 def run(tiny: Make, losses: Losses, tmp_path: Path) -> Path:
-    losses(tiny(train__decay="none"))
+    losses(tiny(train__decay="none", run__trace_steps=1))
     return tmp_path / "run"
 
 
@@ -34,7 +34,7 @@ def test_file_that_is_a_link_is_not_written_through(
     target.write_text("mine")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(target)
-    (error,) = run_ranks(tiny(train__decay="none", train__steps=5), resume=True)
+    (error,) = run_ranks(tiny(train__decay="none", train__steps=5, run__trace_steps=1), resume=True)
     assert isinstance(error, ConfigError)
     assert f"{run / name} is a link" in str(error)
     assert target.read_text() == "mine"
@@ -48,7 +48,7 @@ def test_folder_that_is_a_link_is_not_written_into(
     if (run / name).exists():
         (run / name).rename(tmp_path / "aside")
     (run / name).symlink_to(tmp_path / "elsewhere")
-    (error,) = run_ranks(tiny(train__decay="none", train__steps=5), resume=True)
+    (error,) = run_ranks(tiny(train__decay="none", train__steps=5, run__trace_steps=1), resume=True)
     assert isinstance(error, ConfigError)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -72,6 +72,6 @@ def test_run_is_resumed_where_its_folder_is_reached_by_a_link(
     tiny: Make, run: Path, losses: Losses, tmp_path: Path
 ) -> None:
     (tmp_path / "alias").symlink_to(run)
-    folder = str(tmp_path / "alias")
-    losses(tiny(train__decay="none", train__steps=5, run__folder=folder), resume=True)
+    keys = {"run__folder": str(tmp_path / "alias"), "run__trace_steps": 1}
+    losses(tiny(train__decay="none", train__steps=5, **keys), resume=True)
     assert write_chrome(tmp_path / "alias").exists()

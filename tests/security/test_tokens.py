@@ -200,6 +200,7 @@ def test_every_kind_of_connection_says_that_its_token_goes_in_clear(
     assert seen == [("10.0.0.9", True), ("2001:db8::1", False)]
 
 
+@pytest.mark.slow
 def test_python_sets_grpc_up_before_it_is_imported(tmp_path: Path) -> None:
     """`dpipe.train` imported grpc first, which reads its settings then."""
     program = (

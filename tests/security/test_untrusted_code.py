@@ -144,7 +144,7 @@ def test_run_of_a_stranger_is_not_used_without_trust(
 def test_trace_of_a_strangers_run_runs_nothing_of_it(
     stranger: Callable[..., Path], mark: Path, tmp_path: Path
 ) -> None:
-    dpipe.train(stranger(), trust_code=True)
+    dpipe.train(stranger(run__trace_steps=1), trust_code=True)
     mark.unlink()
     assert invoke("trace", tmp_path / "run")[0] == 0
     assert invoke("config", tmp_path / "run/config.json")[0] == 0

@@ -75,6 +75,7 @@ def given(rank: int, job: str, at: str, said: list[str]) -> Thread:
     return thread
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_machine_that_is_killed_is_started_again_by_its_process(
     job: str, undisturbed: list[float], forks: Forks
@@ -91,6 +92,7 @@ def test_machine_that_is_killed_is_started_again_by_its_process(
     assert rows() == list(enumerate(undisturbed))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_torchrun_that_is_stopped_goes_on_from_a_checkpoint(
     job: str, undisturbed: list[float], forks: Forks

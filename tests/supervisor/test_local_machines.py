@@ -81,6 +81,7 @@ def test_rank_that_is_killed_is_replaced_and_no_loss_changes(
     assert rows() == list(enumerate(undisturbed))
 
 
+@pytest.mark.slow
 def test_run_that_is_stopped_goes_on_where_it_was(
     job: str, undisturbed: list[float], forks: Forks
 ) -> None:

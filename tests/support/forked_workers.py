@@ -54,15 +54,22 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not config.option.workers or config.option.collectonly or session.testsfailed:
         return None
     share_server(config)
-    # Each worker would, in the first of its tests that needs it, and look through it for garbage.
-    with imported_for_good():
-        import sympy  # noqa: F401
-        import torch._dynamo  # noqa: F401
+    if "torch" in sys.modules:
+        _import_what_torch_needs_later()
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
     numbers = iter(range(sys.maxsize))
     for items, num_workers in phases_of(session.items, config.option.workers):
         Phase(session, items).run([next(numbers) for _ in range(num_workers)])
     return True
+
+
+def _import_what_torch_needs_later() -> None:
+    """Each worker would, in the first of its tests that needs it, and look through it for
+    garbage.
+    """
+    with imported_for_good():
+        import sympy  # noqa: F401
+        import torch._dynamo  # noqa: F401
 
 
 def phases_of(

@@ -24,7 +24,7 @@ def tiny(tmp_path: Path) -> Callable[..., Config]:
     table = small_job(
         data={"files": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache")},
         train={"steps": 3, "learning_rate": 1e-2},
-        run={"folder": str(tmp_path / "run"), "trace_steps": 1},
+        run={"folder": str(tmp_path / "run")},
         # A rank on a busy machine is late, not lost.
         timeouts={"transfer": 60, "heartbeat": 30},
     )

@@ -66,6 +66,7 @@ def starts_us(case, ballots, replicas, num_steps: int) -> list[list[float]]:
     return many.starts_us
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)  # of 72 steps each
 @given(cases(), st.booleans(), st.sampled_from(REPLICAS))
 def test_step_time_is_the_mean_of_many_steps_to_come(case, votes, replicas):
@@ -102,6 +103,7 @@ def test_step_time_lies_between_the_busiest_rank_s_work_and_a_step_alone(case, v
         assert step_us <= alone_us + 1e-6
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(cases(), st.sampled_from(KINDS[:3]), st.integers(2, 4))
 def test_one_replica_stands_for_all_where_they_vote_to_within_one_delay(case, kind, num_replicas):

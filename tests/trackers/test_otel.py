@@ -71,7 +71,7 @@ def test_run_exports_a_span_a_step_and_the_actions_of_all_ranks(
 
     exported: list[ReadableSpan] = []
     monkeypatch.setattr("dpipe.trackers.otel.OTLPSpanExporter", Kept)
-    measured = losses(tiny(run__trackers=("otel",), pipeline__stages=2))
+    measured = losses(tiny(run__trackers=("otel",), pipeline__stages=2, run__trace_steps=1))
     rows = [span for span in exported if span.name == "dpipe.step" and "loss" in span.attributes]
     assert [span.attributes["loss"] for span in rows] == pytest.approx(measured)
     (traced,) = [span for span in exported if span.name == "dpipe.traced_step"]

@@ -51,7 +51,8 @@ def toys() -> Iterator[None]:
 def test_rank_0_alone_gives_rows_and_the_trace(
     tiny: Callable[..., Config], losses: Callable[..., Any]
 ) -> None:
-    measured = losses(tiny(run__trackers=("toy",), pipeline__stages=2, node__token="secret"))
+    keys = {"pipeline__stages": 2, "node__token": "secret", "run__trace_steps": 1}
+    measured = losses(tiny(run__trackers=("toy",), **keys))
     (toy,) = BUILT
     assert [values["loss"] for _, values in toy.rows] == pytest.approx(measured)
     assert toy.traced == [2]
@@ -61,7 +62,7 @@ def test_rank_0_alone_gives_rows_and_the_trace(
 def test_run_that_is_resumed_gives_only_its_own_trace(
     tiny: Callable[..., Config], losses: Callable[..., Any]
 ) -> None:
-    config = tiny(run__trackers=("toy",), pipeline__stages=1)
+    config = tiny(run__trackers=("toy",), pipeline__stages=1, run__trace_steps=1)
     losses(config)
     losses(config, resume=True)  # it has no step to do
     assert [toy.traced for toy in BUILT] == [[2], []]

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 LEAVES = """
 folder.mkdir(parents=True, exist_ok=True)
 if rank == 0:
@@ -52,6 +54,7 @@ def test_logs_without_a_run_are_refused(cloud):
     assert "no host has a run x" in done.output
 
 
+@pytest.mark.slow
 def test_collect_brings_all_but_tensors(cloud, tmp_path):
     cloud.play(LEAVES)
     cloud.run("--name", "r")
@@ -72,6 +75,7 @@ def test_collect_brings_all_but_tensors(cloud, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_collect_puts_every_machine_s_tensors_together(cloud, tmp_path):
     cloud.play(LEAVES)
     cloud.run("--name", "r")
@@ -89,6 +93,7 @@ def test_collect_of_an_unknown_run_is_refused(cloud):
     assert "no host has a run x" in done.output
 
 
+@pytest.mark.slow
 def test_down_stops_ranks_and_takes_profiles_off(cloud):
     cloud.play(WAITS)
     (cloud.root / "near.toml").write_text("delay_ms = 10\nbandwidth_gbps = 1\n")
@@ -100,6 +105,7 @@ def test_down_stops_ranks_and_takes_profiles_off(cloud):
     assert not (cloud.folder(0) / "shaped").exists()
 
 
+@pytest.mark.slow
 def test_down_kills_what_does_not_stop(cloud):
     cloud.play(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(60)"
@@ -109,6 +115,7 @@ def test_down_kills_what_does_not_stop(cloud):
     assert cloud("status").output.count("exit code 137") == 2
 
 
+@pytest.mark.slow
 def test_down_removes_what_was_installed(fresh):
     fresh.play(WAITS)
     fresh.run("--name", "r", "--detach")

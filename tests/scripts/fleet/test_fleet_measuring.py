@@ -49,6 +49,7 @@ def test_file_of_rank_0_is_brought_here(cloud, tmp_path):
     assert "exists, and may have been edited by hand" in again.output
 
 
+@pytest.mark.slow
 def test_measurement_that_fails_writes_nothing(cloud, tmp_path):
     cloud.play("sys.exit(rank)")
     (cloud.root / "job.toml").write_text("")

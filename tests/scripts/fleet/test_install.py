@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 DEAD = '[[host]]\naddress = "127.0.0.1"\nport = 1\nfolder = "{}"\n'
 
 
@@ -17,6 +19,7 @@ def test_commit_is_installed_and_found_again(fresh):
     assert not (fresh.folder(0) / "src/new.txt").exists()  # left alone: it has that commit
 
 
+@pytest.mark.slow
 def test_other_commit_takes_away_what_it_lacks_and_nothing_else(fresh):
     (fresh.folder(0) / "src/data").mkdir()
     fresh.change({"netem/__main__.py": "", "new.txt": "new"})
@@ -55,6 +58,7 @@ def test_old_python_is_refused_before_anything_is_changed(bare):
     assert not bare.folder(0).exists()
 
 
+@pytest.mark.slow
 def test_failed_setup_is_shown_and_leaves_no_commit(fresh):
     fresh.change({"new.txt": "new"})
     (fresh.folder(1) / "src/broken").touch()
@@ -77,6 +81,7 @@ def test_hosts_of_different_commits_do_not_run(fresh):
     assert f"127.0.0.2:{fresh.port} has 0123456789ab; run scripts/cluster up" in refused.output
 
 
+@pytest.mark.slow
 def test_host_that_trains_is_not_changed(fresh):
     fresh.play("time.sleep(60)")
     assert fresh.run("--detach", "--name", "long").exit_code == 0

@@ -147,6 +147,7 @@ def test_run_starts_on_all_hosts_or_on_none(cloud):
     assert "running" not in state
 
 
+@pytest.mark.slow
 def test_second_run_is_refused_and_the_first_goes_on(cloud):
     cloud.play("time.sleep(60)")
     cloud.run("--name", "first", "--detach")
@@ -259,6 +260,7 @@ os.execv(sys.executable, [sys.executable, "-P", "-m", "dpipe", *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_run_is_planned_as_its_ranks_join(cloud):
     """One rank a slot: the job says how many only once it is planned."""
