@@ -15,7 +15,7 @@ TWO_REPLICAS = (
 )
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

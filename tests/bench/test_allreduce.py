@@ -1,6 +1,9 @@
+import pytest
+
 from dpipe.bench.allreduce import compare_here
 
 
+@pytest.mark.slow
 def test_every_way_averages_in_turns_with_gloo() -> None:
     rows = compare_here(num_bytes=4096, processes=2, repeats=1)
     ways = [row["way"] for row in rows]

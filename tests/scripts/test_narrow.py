@@ -71,6 +71,7 @@ def test_table_by_slices_on_the_page_is_the_one_that_is_kept(narrow) -> None:
     assert table in (ROOT / "docs/results.md").read_text()
 
 
+@pytest.mark.slow
 def test_slices_are_predicted_today_as_they_were_kept(narrow) -> None:
     row = kept_by_slices(narrow)[1]
     cell = ((row.delay_ms, row.bandwidth_gbps), row.format)

@@ -93,7 +93,7 @@ def kept(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_prediction_of_today_is_the_one_that_is_kept(name: str) -> None:
     """Only the quick cases; after an intended change, run_NAME.sh writes all."""
