@@ -76,7 +76,7 @@ def planned(*overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory_gb", [0.07, 0.09])
+@pytest.mark.parametrize("memory_gb", [0.09, 0.07])
 def test_what_layers_that_were_measured_hold_fits_the_machines(
     memory_gb: float, folder: Path
 ) -> None:

@@ -7,6 +7,7 @@ from dpipe.network.link import Link
 
 @pytest.fixture(autouse=True)
 def table(script):
+    """For each test, because `tables` is found where `scripts` is on the path."""
     return script("table")
 
 

@@ -64,8 +64,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _import_what_torch_needs_later() -> None:
-    """Each worker would, in the first of its tests that needs it, and look through it for
-    garbage.
+    """Once, before the workers are forked: otherwise each imports it in the first test that needs
+    it, and its garbage collector looks through it.
     """
     with imported_for_good():
         import sympy  # noqa: F401
