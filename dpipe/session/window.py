@@ -150,6 +150,7 @@ class Window:
         self._is_bounded = False
         self.write_bytes = _WRITE_BYTES  # at most, in a call
         self._best_rate = 0  # bytes a second
+        self._least_round_trip_us: float = math.inf
         self._sent = 0  # segments, when they were last looked at
         self._lost = 0
         # When, and how much seemed lost then: less than at any later time.
@@ -163,7 +164,9 @@ class Window:
             return 0
         info = tcp_info(self._socket)
         self._best_rate = max(self._best_rate, info.bytes_per_s)
-        in_flight = round(self._best_rate * info.least_round_trip_us / 1e6)
+        # Kept: behind a queue that never empties the kernel forgets it after five minutes.
+        self._least_round_trip_us = min(self._least_round_trip_us, info.least_round_trip_us)
+        in_flight = round(self._best_rate * self._least_round_trip_us / 1e6)
         self._bound_queue(info, in_flight)
         if self._losses is not None:
             lost = self._certainly_lost(info)
@@ -189,7 +192,7 @@ class Window:
 
     def _bound_queue(self, info: TcpInfo, in_flight: int) -> None:
         """Let four times as much be under way as the path holds."""
-        queue_us = max(_LONG_QUEUE_US, _LONG_QUEUE * info.least_round_trip_us)
+        queue_us = max(_LONG_QUEUE_US, _LONG_QUEUE * self._least_round_trip_us)
         is_long = self._is_bounded or info.round_trip_us >= queue_us
         if not self._may_bound or not is_long:
             return

@@ -163,6 +163,18 @@ def test_bound_grows_with_what_the_path_holds(
         assert buffer_of(sock) == buffer_bytes
 
 
+def test_path_is_as_short_as_it_ever_was(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    """In five minutes of a queue that is never empty the kernel forgets how short it is without."""
+    filled = Window(sock)
+    say(monkeypatch, **BLOATED)
+    filled.look(0)
+    say(monkeypatch, **BLOATED | {"least_round_trip_us": 300_000})
+    filled.look(0)
+    assert buffer_of(sock) == 4 * 80_000
+
+
 def test_bound_that_the_host_does_not_give_is_left_to_the_kernel(
     monkeypatch: pytest.MonkeyPatch, sock: socket.socket
 ) -> None:
