@@ -191,12 +191,14 @@ class Window:
         return self._suspected[0][1]
 
     def _bound_queue(self, info: TcpInfo, in_flight: int) -> None:
-        """Let four times as much be under way as the path holds."""
+        """Let eight times as much be under way as the path holds. Acknowledgements wait in the
+        queue of the other end: with less, a connection waits for them while its link is idle.
+        """
         queue_us = max(_LONG_QUEUE_US, _LONG_QUEUE * self._least_round_trip_us)
         is_long = self._is_bounded or info.round_trip_us >= queue_us
         if not self._may_bound or not is_long:
             return
-        wanted = min(max(_LEAST_BUFFER_BYTES, 2 * in_flight), _MOST_BUFFER_BYTES)
+        wanted = min(max(_LEAST_BUFFER_BYTES, 4 * in_flight), _MOST_BUFFER_BYTES)
         has = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
         if self._is_bounded and wanted <= has:
             return
