@@ -148,6 +148,7 @@ class Window:
         self._closes = self._fills_queues and _slow_starts_after_idle()
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
+        self._asked_bytes = 0  # for it
         self.write_bytes = _WRITE_BYTES  # at most, in a call
         self._best_rate = 0  # bytes a second
         self._least_round_trip_us: float = math.inf
@@ -192,21 +193,22 @@ class Window:
 
     def _bound_queue(self, info: TcpInfo, in_flight: int) -> None:
         """Let eight times as much be under way as the path holds. Acknowledgements wait in the
-        queue of the other end: with less, a connection waits for them while its link is idle.
+        queue of the other end: with less, a connection waits for them while its link is idle. Half
+        of it will do where the host gives no more.
         """
         queue_us = max(_LONG_QUEUE_US, _LONG_QUEUE * self._least_round_trip_us)
         is_long = self._is_bounded or info.round_trip_us >= queue_us
         if not self._may_bound or not is_long:
             return
         wanted = min(max(_LEAST_BUFFER_BYTES, 4 * in_flight), _MOST_BUFFER_BYTES)
-        has = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
-        if self._is_bounded and wanted <= has:
+        if self._is_bounded and wanted <= self._asked_bytes:
             return
+        self._asked_bytes = wanted
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
         given = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
-        self._is_bounded = given >= wanted
-        self.write_bytes = min(wanted, _WRITE_BYTES) if self._is_bounded else _WRITE_BYTES
-        if not self._is_bounded:  # this user may not have so much: leave it to the kernel again
+        self._is_bounded = given >= wanted // 2
+        self.write_bytes = min(given, _WRITE_BYTES) if self._is_bounded else _WRITE_BYTES
+        if not self._is_bounded:  # this user may have too little: leave it to the kernel again
             self._socket.setsockopt(socket.SOL_SOCKET, _BUFFER_LOCK, 0)
 
     def _take_bbr(self) -> None:

@@ -186,6 +186,18 @@ def test_bound_that_the_host_does_not_give_is_left_to_the_kernel(
     assert filled.write_bytes == before
 
 
+def test_host_that_gives_half_of_the_bound_gives_enough(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket
+) -> None:
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    filled = Window(sock)
+    # What the path holds in 20 ms.
+    say(monkeypatch, **BLOATED | {"bytes_per_s": 50 * most // 3})
+    filled.look(0)
+    assert buffer_of(sock) == 2 * most
+    assert not is_left_to_the_kernel(sock)
+
+
 def test_kernel_that_cannot_take_a_bound_back_is_given_none(
     monkeypatch: pytest.MonkeyPatch, sock: socket.socket
 ) -> None:
