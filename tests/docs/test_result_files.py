@@ -258,7 +258,9 @@ def test_steps_of_a_fine_tuning_ahead_of_it() -> None:
         predicted_s, measured_s = line["predicted_s"], line["measured_s"]
         ratio = measured_s / predicted_s
         stages = "one" if alone else "two"
-        rows.append([stages, seconds(predicted_s), seconds(measured_s), f"{ratio:.3f}"])
+        precision = "fp32" if "train.precision=fp32" in line["overrides"] else "bf16"
+        times = [seconds(predicted_s), seconds(measured_s), f"{ratio:.3f}"]
+        rows.append([stages, precision, line["date"], *times])
     assert table("A fine-tuning, predicted ahead of it") == rows
 
 
