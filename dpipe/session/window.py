@@ -148,7 +148,7 @@ class Window:
         self._closes = self._fills_queues and _slow_starts_after_idle()
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
-        self._asked_bytes = 0  # for it
+        self._asked_bytes = 0  # of the kernel, as its bound
         self.write_bytes = _WRITE_BYTES  # at most, in a call
         self._best_rate = 0  # bytes a second
         self._least_round_trip_us: float = math.inf
