@@ -4,8 +4,14 @@ steps then take on this machine.
 
     scripts/ahead.py JOB [-o KEY=VALUE] [--runs N]
 
-Each run measures anew, with a process for each rank, as they will share the machine's cores. A line
-of JSON for each is appended to the results.
+    measure   run   measure   run   measure
+    |__ ahead __|__ after __|
+                |__ ahead __|__ after __|
+
+A machine's speed may change by more than a prediction is wrong by. So it is measured before each
+run and after it, with a process for each rank, as they will share the machine's cores; and noted is
+what share of the processors' time a virtual machine's host took from it meanwhile. A line of JSON
+for each run is appended to the results.
 """
 
 import json
@@ -14,11 +20,12 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import psutil
 from table import ROOT
 from trials import append, commit_of_tree, run_to_end
 from venue import ThisMachine
@@ -32,7 +39,45 @@ _MEASURE_S = 900.0
 _RUN_S = 3600.0
 
 
-def measured_machines(job: str, overrides: tuple[str, ...], file: Path) -> None:
+class Stolen:
+    """Of the time that this machine's processors had something to do in a `with` block, the share
+    that the host of a virtual machine gave to others; 0 where the system does not say.
+    """
+
+    percent = 0.0
+
+    def __enter__(self) -> "Stolen":
+        self._before = psutil.cpu_times()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = psutil.cpu_times()
+        spent = {}
+        for name in after._fields:
+            spent[name] = getattr(after, name) - getattr(self._before, name)
+        stolen_s = spent.get("steal", 0.0)
+        idle_s = spent["idle"] + spent.get("iowait", 0.0)
+        busy_s = sum(spent.values()) - idle_s
+        self.percent = round(100 * stolen_s / max(busy_s, stolen_s, 1e-9), 1)
+
+
+class Predicted(NamedTuple):
+    step_s: float
+    stolen_percent: float  # while the machine was measured
+
+
+def predicted(job: str, overrides: tuple[str, ...]) -> Predicted:
+    """What `dpipe simulate` says of a step on this machine as it is now."""
+    with TemporaryDirectory() as folder:
+        machines = Path(folder) / "machines.toml"
+        with Stolen() as stolen:
+            _measure(job, overrides, machines)
+        argv = _dpipe("simulate", job, overrides, f"--machines={machines}", "--json")
+        said = subprocess.check_output(argv, env=environment(), text=True)
+    return Predicted(float(json.loads(said)["step_s"]), stolen.percent)
+
+
+def _measure(job: str, overrides: tuple[str, ...], file: Path) -> None:
     """Writes what `dpipe measure` finds, a process for each rank."""
     size = load(Path(job), overrides).world_size
     environ = {**environment(), "DPIPE_TOKEN": secrets.token_hex(16)}
@@ -54,13 +99,6 @@ def measured_machines(job: str, overrides: tuple[str, ...], file: Path) -> None:
         raise click.ClickException("dpipe measure has failed")
 
 
-def predicted_s(job: str, overrides: tuple[str, ...], machines: Path) -> float:
-    """Of `dpipe simulate`."""
-    argv = _dpipe("simulate", job, overrides, f"--machines={machines}", "--json")
-    said = subprocess.check_output(argv, env=environment(), text=True)
-    return float(json.loads(said)["step_s"])
-
-
 def _dpipe(command: str, job: str, overrides: tuple[str, ...], *options: str) -> list[str]:
     given = []
     for override in overrides:
@@ -68,10 +106,11 @@ def _dpipe(command: str, job: str, overrides: tuple[str, ...], *options: str) ->
     return [sys.executable, "-m", "dpipe", command, job, *given, *options]
 
 
-def measured_s(job: str, overrides: tuple[str, ...], folder: Path) -> list[float]:
+def measured_s(job: str, overrides: tuple[str, ...]) -> list[float]:
     """Of each step but the first."""
-    in_folder = f"run.folder={json.dumps(str(folder))}"
-    rows = run_to_end(Path(job), (*overrides, in_folder), ThisMachine(), timeout_s=_RUN_S)
+    with TemporaryDirectory() as folder:
+        in_folder = f"run.folder={json.dumps(folder + '/run')}"
+        rows = run_to_end(Path(job), (*overrides, in_folder), ThisMachine(), timeout_s=_RUN_S)
     seconds = []
     for row in rows:
         if "step_s" in row:
@@ -79,19 +118,21 @@ def measured_s(job: str, overrides: tuple[str, ...], folder: Path) -> list[float
     return seconds[1:]
 
 
-def compared(job: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    with TemporaryDirectory() as folder:
-        machines = Path(folder) / "machines.toml"
-        measured_machines(job, overrides, machines)
-        ahead_s = predicted_s(job, overrides, machines)
-        steps_s = measured_s(job, overrides, Path(folder) / "run")
+def compared(job: str, overrides: tuple[str, ...], ahead: Predicted) -> dict[str, Any]:
+    """A run, with what was predicted ahead of it and what after it."""
+    with Stolen() as stolen:
+        steps_s = measured_s(job, overrides)
+    after = predicted(job, overrides)
     today = date.today()
     return {
         "job": job,
         "overrides": overrides,
-        "predicted_s": ahead_s,
+        "predicted_s": ahead.step_s,
+        "predicted_after_s": after.step_s,
         "measured_s": median(steps_s),
         "steps_s": steps_s,
+        # Ahead, of the run, and after it.
+        "stolen_percent": (ahead.stolen_percent, stolen.percent, after.stolen_percent),
         "date": today.isoformat(),
         "commit": commit_of_tree(),
     }
@@ -104,13 +145,21 @@ def compared(job: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(job: str, overrides: tuple[str, ...], runs: int, results: Path) -> None:
     """Predict a job's step from measurements of this machine, and run it."""
+    ahead = predicted(job, overrides)
     for _ in range(runs):
-        line = compared(job, overrides)
+        line = compared(job, overrides, ahead)
         append(results, line)
-        ahead_s = line["predicted_s"]
         took_s = line["measured_s"]
-        ratio = took_s / ahead_s
-        click.echo(f"predicted {ahead_s:.4g} s, measured {took_s:.4g} s: {ratio:.3f}")
+        after = Predicted(line["predicted_after_s"], line["stolen_percent"][-1])
+        steady = took_s / mean((ahead.step_s, after.step_s))
+        stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
+        click.echo(
+            f"predicted {ahead.step_s:.4g} s, measured {took_s:.4g} s: "
+            f"{took_s / ahead.step_s:.3f}; predicted after it {after.step_s:.4g} s: {steady:.3f} "
+            f"of the mean of both; its host took {stolen} % of the processors ahead, of the run, "
+            "and after it"
+        )
+        ahead = after
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """scripts/ahead.py, on a job of seconds."""
 
 import json
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ tensorboard = false
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("stages", [1, 2])
-def test_line_has_what_was_predicted_ahead_and_what_steps_took(
+def test_line_has_what_was_predicted_around_a_run_and_what_its_steps_took(
     script: Callable[[str], ModuleType], tmp_path: Path, stages: int
 ) -> None:
     text = tmp_path / "text.txt"
@@ -43,9 +44,43 @@ def test_line_has_what_was_predicted_ahead_and_what_steps_took(
     assert result.exit_code == 0, result.output
     (line,) = map(json.loads, results.read_text().splitlines())
     assert line["predicted_s"] > 0
+    assert line["predicted_after_s"] > 0
+    assert len(line["stolen_percent"]) == 3
     assert len(line["steps_s"]) == 3
     assert min(line["steps_s"]) <= line["measured_s"] <= max(line["steps_s"])
     assert f"predicted {line['predicted_s']:.4g} s" in result.output
+
+
+def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("ahead")
+    speeds = iter([1.0, 2.0, 4.0])
+    monkeypatch.setattr(module, "predicted", lambda *_: module.Predicted(next(speeds), 0.5))
+    monkeypatch.setattr(module, "measured_s", lambda *_: [3.0, 3.0, 9.0])
+    job = tmp_path / "job.toml"
+    job.write_text("")
+    results = tmp_path / "ahead.jsonl"
+    words = [str(job), "--runs", "2", "--results", str(results)]
+    result = CliRunner().invoke(module.main, words)
+    assert result.exit_code == 0, result.output
+    first, second = map(json.loads, results.read_text().splitlines())
+    assert (first["predicted_s"], first["predicted_after_s"]) == (1.0, 2.0)
+    assert (second["predicted_s"], second["predicted_after_s"]) == (2.0, 4.0)
+    assert "measured 3 s: 3.000; predicted after it 2 s: 2.000 of the mean" in result.output
+    assert "measured 3 s: 1.500; predicted after it 4 s: 1.000 of the mean" in result.output
+
+
+def test_stolen_time_is_a_share_of_what_was_not_idle(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("ahead")
+    times = namedtuple("times", ["user", "system", "idle", "iowait", "steal"])
+    looks = iter([times(0, 0, 0, 0, 0), times(5, 2, 50, 40, 3)])
+    monkeypatch.setattr(module.psutil, "cpu_times", lambda: next(looks))
+    with module.Stolen() as stolen:
+        pass
+    assert stolen.percent == 30.0
 
 
 @pytest.mark.usefixtures("warm_ranks")
