@@ -235,8 +235,8 @@ class PredictConfig(Section):
     """What the simulator assumes before anything was measured."""
 
     network: str | None = None
-    """A network profile (TOML), or a file of machines. Left out: the links of predict.machines,
-    else the profile of transport.shape, else loopback."""
+    """A network profile (TOML), or a file of machines. Narrow uplinks are paced to it. Left out:
+    the links of predict.machines, else the profile of transport.shape, else loopback."""
 
     machines: str | None = None
     """A file of machines (TOML), as `dpipe measure` writes it: what layers take on each, and the

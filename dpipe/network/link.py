@@ -225,7 +225,9 @@ class Network:
 
     def rate_gbps(self, source: int, target: int) -> float:
         """What the link carries over its connections, with nothing beside it."""
-        link = self.link(source, target)
+        return self._rate_of(self.link(source, target))
+
+    def _rate_of(self, link: Link) -> float:
         return link.rate_gbps(self.connections, outruns_loss=self.outruns_loss)
 
     def delay_us(self, source: int, target: int, num_bytes: int) -> float:
@@ -277,6 +279,21 @@ class Network:
         if self.default is not None:
             rates.append(self.default.bandwidth_gbps)
         return max(rates)
+
+    def uplink_gbps(self, rank: int) -> float | None:
+        """What the links of `rank` share, where each of them by itself carries all that its
+        interface sends; None where one carries less, or other ranks send by it as well.
+        """
+        interface = self.interface(rank)
+        targets = [target for source, target in self.links if source == rank]
+        links = [self.links[rank, target] for target in targets]
+        if self.default is not None:
+            links.append(self.default)
+        if len(interface.ranks) > 1 or not links:
+            return None
+        egress_gbps = self.egress_gbps(rank)
+        carried = [self._rate_of(link) for link in links]
+        return egress_gbps if min(carried) >= egress_gbps else None
 
     def ingress_gbps(self, rank: int) -> float:
         """What the interface of `rank` takes in from all; infinite where its links alone bound

@@ -1,5 +1,6 @@
 """The network that a prediction assumes. No torch."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -67,3 +68,19 @@ def leaves_all_to_one(config: Config) -> bool:
     """
     network = configured_network(config, config.network_profile)
     return config.transport.connections == "auto" and network.one_will_do
+
+
+def uplink_bytes_per_s(config: Config, rank: int) -> float:
+    """What all links of `rank` share, if the configuration says so and a message has a connection
+    of dpipe's own to itself; infinite where not, and where dpipe itself imitates a slow network.
+    """
+    transport = config.transport
+    is_known = config.network_profile is not None and transport.shape is None
+    if not is_known or not TRANSPORTS[transport.kind].sets_congestion_control:
+        return math.inf
+    network = configured_network(config, config.network_profile)
+    has_one = network.connections == 1 or leaves_all_to_one(config)
+    uplink_gbps = network.uplink_gbps(rank)
+    if uplink_gbps is None or not has_one:
+        return math.inf
+    return uplink_gbps * 1e9 / 8

@@ -14,7 +14,12 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
-from dpipe.plan.assumed_network import configured_network, connections_of, leaves_all_to_one
+from dpipe.plan.assumed_network import (
+    configured_network,
+    connections_of,
+    leaves_all_to_one,
+    uplink_bytes_per_s,
+)
 from dpipe.processes.environment import ProcessInfo
 from dpipe.store.run_folder import keep_upload
 from dpipe.streams import Streams
@@ -101,6 +106,7 @@ def _links(config: Config, process: ProcessInfo, security: Security, streams: St
         security=security,
         connections=connections_of(config),
         one_outruns_loss=leaves_all_to_one(config),
+        uplink_bytes_per_s=uplink_bytes_per_s(config, process.rank),
         chunk_bytes=settings.chunk_bytes,
         buffer_bytes=settings.buffer_bytes,
         congestion_control=settings.congestion_control,

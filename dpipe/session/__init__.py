@@ -3,6 +3,7 @@
 session.py   `LinkSession`, a state machine: what a connection has left undone, the next one does
 frames.py    what is written on a connection: bytes of the session, and which of the other's arrived
 stream.py    the bytes of one TCP or TLS connection
+uplink.py    turns on the way out of a machine, where its links share a slow one
 window.py    what TCP lets it send at once: through pauses, and past losses
 dial.py      who opens a connection, and how: in smaller segments where large ones were lost
 forward.py   smaller segments for gRPC, which opens its connections itself

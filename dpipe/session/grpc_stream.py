@@ -11,6 +11,7 @@ gRPC speaks HTTP/2, which passes the proxies and inspection of real networks. A 
 own under each stream: one that breaks, or is held back, concerns no other.
 """
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ _REFUSALS = (
 # larger: half a MiB of one, and what stands before it.
 _MESSAGE_BYTES = 64 << 10
 _BULK_BYTES = (512 << 10) + (4 << 10)
+# Numbers of mallopt's parameters: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
+_MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}
 _LINGER_S = 0.5  # for the last message to leave, before the stream is cancelled
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 
@@ -113,6 +116,9 @@ class GrpcStream(MessageStream):
 
     def outruns_loss(self) -> bool:
         return False
+
+    def pace(self, bytes_per_s: float) -> None:
+        pass  # the sockets are gRPC's own
 
     def next_message(self) -> bytes:
         try:
@@ -320,3 +326,14 @@ def why_ended(error: grpc.RpcError) -> str:
     if not isinstance(error, grpc.Call):
         return "the connection broke"
     return visible(str(error.details()))
+
+
+def keep_memory() -> None:
+    """Have glibc's malloc keep freed memory. gRPC allocates each message twice at either end, and
+    to fault in a fresh page costs as much as to copy it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for parameter, num_bytes in _MALLOC.items():
+        mallopt(parameter, num_bytes)

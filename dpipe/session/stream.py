@@ -1,9 +1,11 @@
 """One TCP or TLS connection that carries tensors: a thread reads it while another writes it."""
 
+import math
 import select
 import socket
 import ssl
 import struct
+import sys
 from contextlib import suppress
 from tempfile import NamedTemporaryFile
 from threading import Lock
@@ -15,6 +17,7 @@ from dpipe.wire.rpc import TLS_NAME, Security
 
 # A thread that reads a tensor is woken for so many: each wake interrupts the sender's core.
 _WAKE_BYTES = 512 << 10
+_ROOM_BYTES = 4 * _WAKE_BYTES
 _FEW_BYTES = 64 << 10  # up to here a thread is woken for the first byte, without a system call
 _MORE = getattr(socket, "MSG_MORE", 0)  # more follows: do not send a packet for this alone
 _WAKE_MS = 5_000  # poll interval of waits without a deadline of their own
@@ -23,6 +26,8 @@ _TRICKLE_MS = 500
 _MOST_PROBE_S = 32767  # that the kernel takes, as
 _MOST_MS = (1 << 31) - 1
 _UNSENT_BYTES = 128 << 10  # of which half is left when `can_write` says so: half a ms at 1 Gbit/s
+_UNSENT_S = 0.04  # the same of a connection that is paced: half of it is two packets at 1 Mbit/s
+_MAX_PACING_RATE = 47  # SO_MAX_PACING_RATE of linux/socket.h: TCP spaces packets out by itself
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
 
 
@@ -37,7 +42,12 @@ class SocketStream(ByteStream):
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._wakes_at = 1
+        self._paced_to = math.inf  # bytes a second
         self._window = Window(sock, losses)
+        # The kernel makes its buffer as large as what is waited for, and lets no more be under way:
+        # on a path that holds as much, the other end would stop until it is read.
+        self._wake_at(_ROOM_BYTES)
+        self._wake_at(1)
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Give all `parts` to the kernel, in order. Only the last, if large, is not copied."""
@@ -80,6 +90,15 @@ class SocketStream(ByteStream):
 
     def outruns_loss(self) -> bool:
         return self._window.outruns_loss
+
+    def pace(self, bytes_per_s: float) -> None:
+        if bytes_per_s == self._paced_to:
+            return
+        self._paced_to = bytes_per_s
+        keep_little_unsent(self._socket, round(_UNSENT_S * bytes_per_s))
+        if sys.platform == "linux":
+            with suppress(OSError):  # of a socket that is closed
+                self._socket.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, round(bytes_per_s))
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
@@ -193,12 +212,13 @@ def tune(sock: socket.socket, silence_s: float, unacknowledged_s: float) -> None
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def keep_little_unsent(sock: socket.socket) -> None:
+def keep_little_unsent(sock: socket.socket, num_bytes: int = _UNSENT_BYTES) -> None:
     """Have the kernel take no more than it sends soon: what is not sent yet another connection may
     carry earlier.
     """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        with suppress(OSError):  # of a socket that is closed
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
 
 def shut(sock: socket.socket) -> None:

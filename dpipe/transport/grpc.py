@@ -4,7 +4,6 @@ gRPC speaks HTTP/2, which passes the proxies and inspection of real networks. Wh
 tcp.py is faster.
 """
 
-import ctypes
 import hmac
 import secrets
 import socket
@@ -30,8 +29,6 @@ from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 _SERVICE = "dpipe.wire.v1.Transport"
 _METHOD = "Connect"
 _ALL = object()  # has been written
-# Numbers of mallopt's parameters: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
-_MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}
 
 
 class GrpcConnection(SessionConnection):
@@ -71,7 +68,7 @@ class GrpcTransport(SessionMesh):
     connection_type = GrpcConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
-        _keep_memory()
+        grpc_stream.keep_memory()
         accept: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             self._accept
         )
@@ -167,14 +164,3 @@ class GrpcTransport(SessionMesh):
         self._server.stop(left())
         self._close_lobby(deadline)
         self._server.join(left() + 1.0)
-
-
-def _keep_memory() -> None:
-    """Have glibc's malloc keep freed memory. gRPC allocates each message twice at either end, and
-    to fault in a fresh page costs as much as to copy it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    for parameter, num_bytes in _MALLOC.items():
-        mallopt(parameter, num_bytes)

@@ -8,6 +8,7 @@ A connection carries both directions, so it is enough that one end can be reache
 says what is written on it.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -23,6 +24,7 @@ import torch
 
 from dpipe.errors import JoinError, TransferError
 from dpipe.session.dial import dials, local_address
+from dpipe.session.uplink import Uplink
 from dpipe.streams import HOST, Streams
 from dpipe.transport.base import Directory
 from dpipe.transport.link import LinkEnd, Receiving, Sending
@@ -264,6 +266,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         security: Security = _NO_SECURITY,
         connections: int = 1,
         one_outruns_loss: bool = False,
+        uplink_bytes_per_s: float = math.inf,
         chunk_bytes: int = 1 << 20,
         buffer_bytes: int = 256 << 20,
         congestion_control: str = "auto",
@@ -276,12 +279,14 @@ class Mesh(ABC, Generic[ConnectionT]):
         receive has asked for. A peer that cannot be reached for `heartbeat_s` is lost, where
         nobody has heard of its end before. `congestion_control` is TCP's, of transports that can
         set it; `ConfigError` says that this host does not allow it. With `one_outruns_loss` one of
-        the `connections` carries all while its TCP takes no loss for congestion.
+        the `connections` carries all while its TCP takes no loss for congestion. Long messages
+        take turns on an uplink that is not infinite, over one connection a link.
         """
         self.rank = rank
         self._congestion_control = congestion_control
         self._num_connections = connections
         self._one_outruns_loss = one_outruns_loss
+        self._uplink = Uplink(uplink_bytes_per_s)
         self._chunk_bytes = chunk_bytes
         self._connect_timeout_s = connect_timeout_s
         self._transfer_timeout_s = transfer_timeout_s

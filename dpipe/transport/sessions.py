@@ -27,6 +27,7 @@ from dpipe.session.greeting import Greeted
 from dpipe.session.lobby import Lobby
 from dpipe.session.redial import GREETING_S, dial_again
 from dpipe.session.session import LinkSession, reason_of
+from dpipe.session.uplink import Uplink
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, Connection, Mesh, Token
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
@@ -51,6 +52,7 @@ class SessionConnection(Connection):
         *,
         heartbeat_s: float,
         kept_bytes: float,
+        uplink: Uplink,
     ) -> None:
         super().__init__(end, index, num_connections, chunk_bytes)
         self.session = LinkSession(
@@ -59,6 +61,7 @@ class SessionConnection(Connection):
             may_resume=self._may_resume,
             on_break=self._broke,
         )
+        self._uplink = uplink
         self.on_break: Callable[[], None] = lambda: None  # of the end that dials
         self.segment: int | None = None  # bytes; None for what the path takes
         self._threads: list[Thread] = []
@@ -122,10 +125,12 @@ class SessionConnection(Connection):
                 sending = piece.sending
                 sending.begin()
                 lead = framed(sending.header._replace(piece=piece.number).encode())
-                for chunk in self.chunks(piece):
-                    sending.keep(self.session.write(lead, chunk))
-                    lead = b""
-                    yield
+                num_bytes = sending.header.spec.num_bytes // sending.num_pieces
+                with self._uplink.turn(num_bytes, self.session.stream):
+                    for chunk in self.chunks(piece):
+                        sending.keep(self.session.write(lead, chunk))
+                        lead = b""
+                        yield
                 sending.end_piece()
             # Said, because the kernel ends the stream of a process that dies as well.
             self.session.write(_END, memoryview(b""))
@@ -227,6 +232,7 @@ class SessionMesh(Mesh[SessionConnection]):
             heartbeat_s=self._heartbeat_s,
             # Sent and not acknowledged, as much as a peer may send that is not asked for.
             kept_bytes=max(_LEAST_KEPT_BYTES, self._end_options["buffer_bytes"] / count),
+            uplink=self._uplink,
         )
 
     # Dialling

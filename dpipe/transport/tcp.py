@@ -29,13 +29,16 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 
 class TcpConnection(SessionConnection):
-    """Of several on a link, one asks for a piece once the kernel has sent most of the last one."""
+    """Of several on a link or an uplink, one asks for a piece once the kernel has sent most of the
+    last one.
+    """
 
     def _write(self) -> None:
+        drains = self._num_connections > 1 or self._uplink.is_shared
         for _ in self.writing():
             while not self.session.has_room():
                 self.session.await_room()
-            while self._num_connections > 1 and not self.session.await_drained():
+            while drains and not self.session.await_drained():
                 continue
 
 

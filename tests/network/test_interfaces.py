@@ -176,3 +176,29 @@ def test_windows_that_outrun_losses_need_few_connections():
     # Without loss as many as the path needs, as ever.
     clean = Network(default=Link(40, 3.0), outruns_loss=True)
     assert clean.over_enough().connections == Link(40, 3.0).connections == 15
+
+
+@pytest.mark.parametrize(
+    ("network", "uplink_gbps"),
+    [
+        (Network(default=Link(25, 0.03)), 0.03),
+        (Network(default=None, links={(1, 0): Link(25, 0.03), (1, 2): Link(9, 0.03)}), 0.03),
+        (Network(default=None, links={(1, 0): Link(25, 0.03), (1, 2): Link(9, 0.04)}), None),
+        (
+            Network(
+                default=None,
+                links={(1, 0): Link(25, 0.03), (1, 2): Link(9, 0.04)},
+                interfaces=(Interface((1,), egress_gbps=0.03),),
+            ),
+            0.03,
+        ),
+        (Network(default=Link(25, 0.03), interfaces=(Interface((0, 1), egress_gbps=0.03),)), None),
+        (Network(default=Link(25, 0.03), interfaces=(Interface((1,), egress_gbps=1.0),)), None),
+        (Network(default=None, links={(0, 1): Link(25, 0.03)}), None),
+    ],
+    ids=["alike", "delays differ", "rates differ", "egress is less", "two ranks", "more", "none"],
+)
+def test_links_share_an_uplink_that_each_of_them_fills(
+    network: Network, uplink_gbps: float | None
+) -> None:
+    assert network.uplink_gbps(1) == uplink_gbps

@@ -1,5 +1,6 @@
 """A step predicted on the machines of a file."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError, ProfileError
 from dpipe.machines.machine import LayerTime, Machine
 from dpipe.network.link import Host, Link, Network
-from dpipe.plan.assumed_network import assumed_network, connections_of, leaves_all_to_one
+from dpipe.plan.assumed_network import (
+    assumed_network,
+    connections_of,
+    leaves_all_to_one,
+    uplink_bytes_per_s,
+)
 from dpipe.plan.costs import transformer_costs
 from dpipe.plan.forecast import forecast
 from dpipe.plan.on_machines import digest_of_layers, layers_on, placement_of
@@ -255,3 +261,27 @@ def test_as_many_connections_are_used_as_somebody_asked_for() -> None:
     assert leaves_all_to_one(config)
     assert not leaves_all_to_one(config.with_(transport__connections=4))
     assert not leaves_all_to_one(config.with_(transport__congestion_control="reno"))
+
+
+def test_messages_take_turns_where_the_network_says_that_links_share_an_uplink() -> None:
+    narrow = {"network": "netem/profiles/25ms-0.03gbps.toml"}
+    config = build({"predict": narrow, "transport": {"kind": "tcp", "connections": 1}})
+    share = 1448 / 1514  # of a packet
+    assert uplink_bytes_per_s(config, 1) == pytest.approx(share * 0.03e9 / 8)
+    home = config.with_(predict__network="netem/profiles/home.toml", transport__connections="auto")
+    assert uplink_bytes_per_s(home, 1) == pytest.approx(share * 0.02e9 / 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"predict__network": None},
+        {"transport__kind": "grpc"},
+        {"transport__connections": 4},  # a message goes over all of them at once
+        {"predict__network": None, "transport__shape": "netem/profiles/25ms-0.03gbps.toml"},
+    ],
+)
+def test_messages_take_no_turns_where_none_are_known_to_help(change: dict[str, object]) -> None:
+    narrow = {"network": "netem/profiles/25ms-0.03gbps.toml"}
+    config = build({"predict": narrow, "transport": {"kind": "tcp", "connections": 1}})
+    assert uplink_bytes_per_s(config.with_(**change), 1) == math.inf
