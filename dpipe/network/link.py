@@ -156,6 +156,7 @@ MAX_CONNECTIONS = 16
 # Percent of packets: where more are lost, or some overtake others, one connection stalls too often.
 _FEW_LOSSES = 0.5
 _FEW_CONNECTIONS = 4  # that a lossy link needs at most where a loss does not make windows small
+_AS_MEASURED = 0.95  # of a rate: one that was measured to be as much
 _NOTICED = 1.25  # round trips until a lost packet is sent again
 MAX_DELAY_MS = 3_600_000  # an hour
 SEGMENT_BYTES = 1448  # that a full packet carries
@@ -293,7 +294,7 @@ class Network:
             return None
         egress_gbps = self.egress_gbps(rank)
         carried = [self._rate_of(link) for link in links]
-        return egress_gbps if min(carried) >= egress_gbps else None
+        return egress_gbps if min(carried) >= _AS_MEASURED * egress_gbps else None
 
     def ingress_gbps(self, rank: int) -> float:
         """What the interface of `rank` takes in from all; infinite where its links alone bound

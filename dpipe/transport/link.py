@@ -73,9 +73,10 @@ class Sending(_PiecewiseTransfer):
         self._ready = ready
         self._kept: list[Kept] = []
 
-    def begin(self) -> None:
-        """Wait until the device has copied the bytes to the host."""
+    def await_device(self) -> None:
         self.end.await_device(self._ready, self.header.tag)
+
+    def begin(self) -> None:
         with self.end.changed:
             super().begin()
             # Made here, on the sending thread: the thread that queued the tensor computes.

@@ -69,6 +69,7 @@ class LocalTransport:
 
 def _deliver(sending: Sending, end: LinkEnd) -> None:
     """Copy the bytes to the other end. Threads may come in any order: sends are numbered."""
+    sending.await_device()
     sending.begin()
     assert sending.view is not None
     try:

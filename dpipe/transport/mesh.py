@@ -279,8 +279,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         receive has asked for. A peer that cannot be reached for `heartbeat_s` is lost, where
         nobody has heard of its end before. `congestion_control` is TCP's, of transports that can
         set it; `ConfigError` says that this host does not allow it. With `one_outruns_loss` one of
-        the `connections` carries all while its TCP takes no loss for congestion. Long messages
-        take turns on an uplink that is not infinite, over one connection a link.
+        the `connections` carries all while its TCP takes no loss for congestion. See `Uplink`.
         """
         self.rank = rank
         self._congestion_control = congestion_control

@@ -123,10 +123,11 @@ class SessionConnection(Connection):
                     yield
                     continue
                 sending = piece.sending
-                sending.begin()
+                sending.await_device()
                 lead = framed(sending.header._replace(piece=piece.number).encode())
                 num_bytes = sending.header.spec.num_bytes // sending.num_pieces
                 with self._uplink.turn(num_bytes, self.session.stream):
+                    sending.begin()
                     for chunk in self.chunks(piece):
                         sending.keep(self.session.write(lead, chunk))
                         lead = b""
@@ -138,7 +139,7 @@ class SessionConnection(Connection):
         except OSError as error:
             self.end.lose(f"the connection broke: {reason_of(error)}")
         except TransferTimeout:
-            pass  # the device never gave the bytes; `begin` has broken the link
+            pass  # the device never gave the bytes; `await_device` has broken the link
 
     def _read(self) -> None:
         session = self.session

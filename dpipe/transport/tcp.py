@@ -29,9 +29,7 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 
 class TcpConnection(SessionConnection):
-    """Of several on a link or an uplink, one asks for a piece once the kernel has sent most of the
-    last one.
-    """
+    """Of several on a link or an uplink, one asks for more once most of the last piece is sent."""
 
     def _write(self) -> None:
         drains = self._num_connections > 1 or self._uplink.is_shared

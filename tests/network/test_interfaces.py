@@ -184,6 +184,7 @@ def test_windows_that_outrun_losses_need_few_connections():
         (Network(default=Link(25, 0.03)), 0.03),
         (Network(default=None, links={(1, 0): Link(25, 0.03), (1, 2): Link(9, 0.03)}), 0.03),
         (Network(default=None, links={(1, 0): Link(25, 0.03), (1, 2): Link(9, 0.04)}), None),
+        (Network(default=None, links={(1, 0): Link(9, 0.03), (1, 2): Link(9, 0.0294)}), 0.03),
         (
             Network(
                 default=None,
@@ -196,7 +197,16 @@ def test_windows_that_outrun_losses_need_few_connections():
         (Network(default=Link(25, 0.03), interfaces=(Interface((1,), egress_gbps=1.0),)), None),
         (Network(default=None, links={(0, 1): Link(25, 0.03)}), None),
     ],
-    ids=["alike", "delays differ", "rates differ", "egress is less", "two ranks", "more", "none"],
+    ids=[
+        "alike",
+        "delays differ",
+        "rates differ",
+        "measured",
+        "egress is less",
+        "two ranks",
+        "more",
+        "none",
+    ],
 )
 def test_links_share_an_uplink_that_each_of_them_fills(
     network: Network, uplink_gbps: float | None

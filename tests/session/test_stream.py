@@ -1,6 +1,7 @@
 """A stream alone, over a pair of sockets; TLS is tested in test_mesh.py."""
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +134,30 @@ def test_little_unsent_leaves_the_rest_to_another_connection(over_tcp: Streams) 
     while over_tcp[0].can_write():
         over_tcp[0]._socket.send(bytes(64 << 10), socket.MSG_DONTWAIT)
     assert not over_tcp[0].can_write(1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel paces on Linux")
+def test_paced_stream_sends_no_faster_and_takes_little_ahead(over_tcp: Streams) -> None:
+    here, there = over_tcp
+    here.pace(4e6)
+    message = bytes(1_000_000)
+    # The first ten packets, 640 kB on loopback, leave at once.
+    for least_s in (0.0, 0.2):
+        reader = threading.Thread(target=read, args=(there, memoryview(bytearray(message))))
+        reader.start()
+        began = time.monotonic()
+        here.write(message)
+        taken_s = time.monotonic() - began
+        reader.join(5)
+        assert taken_s > least_s - 0.1
+        assert time.monotonic() - began > least_s
+
+
+def test_kernel_has_room_for_more_than_a_reader_waits_for(over_tcp: Streams) -> None:
+    there = over_tcp[1]
+    room = there._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    there._wake_at(512 << 10)
+    assert room == there._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 2 << 20
 
 
 def test_sockets_take_the_longest_timeouts_of_a_configuration() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 from ends import SCALAR, Make, address, assert_link_works, connect, connect_between
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferError
@@ -19,6 +20,7 @@ from dpipe.transport.mesh import PROTOCOL
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.message import Header, framed
 from dpipe.wire.rpc import Security
+from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 
@@ -257,3 +259,37 @@ def test_congestion_control_that_the_host_lacks_is_refused_before_anybody_is_met
 ) -> None:
     with pytest.raises(ConfigError, match='congestion_control "nobody_wrote_it" cannot be set'):
         make(0, congestion_control="nobody_wrote_it")
+
+
+def test_long_messages_leave_one_after_another_on_a_shared_uplink(make: Make) -> None:
+    """
+    to rank 0   [ 1 MB at 4 MB/s ]
+    to rank 2                     [ 1 MB ]
+    """
+    ends = [make(rank, uplink_bytes_per_s=4e6) for rank in range(3)]
+    connect(*ends)
+    large = torch.zeros(250_000)
+    sent = [ends[1].send(large, peer, "large") for peer in (0, 2)]
+    for peer in (0, 2):
+        ends[peer].recv(TensorSpec.of(large), 1, "large").wait()
+    for sending in sent:
+        sending.wait()
+    early, late = sorted((sending.moved for sending in sent), key=lambda moved: moved.start_ns)
+    assert late.start_ns >= early.end_ns
+    assert late.end_ns - late.start_ns > 0.15e9
+
+
+def test_peer_that_takes_nothing_does_not_hold_up_the_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpipe.session.uplink._LATE", 0)
+    monkeypatch.setattr("dpipe.session.uplink._LEAST_S", 0.2)
+    ends = [make(rank, uplink_bytes_per_s=40e6, buffer_bytes=1) for rank in range(3)]
+    connect(*ends)
+    # More than kernels hold: rank 0 has not asked for it, and has room for one byte.
+    held_back = ends[1].send(torch.zeros(8_000_000), 0, "held back")
+    large = torch.ones(2_500_000)
+    ends[1].send(large, 2, "large")
+    assert torch.equal(ends[2].recv(TensorSpec.of(large), 1, "large").wait(), large)
+    assert not held_back.done()
+    ends[0].recv(TensorSpec((8_000_000,), torch.float32), 1, "held back").wait()
