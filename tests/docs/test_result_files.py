@@ -260,7 +260,11 @@ def test_steps_of_a_fine_tuning_ahead_of_it() -> None:
         stages = "one" if alone else "two"
         precision = "fp32" if "train.precision=fp32" in line["overrides"] else "bf16"
         times = [seconds(predicted_s), seconds(measured_s), f"{ratio:.3f}"]
-        rows.append([stages, precision, line["date"], *times])
+        after = ""
+        if "predicted_after_s" in line:
+            after = seconds(line["predicted_after_s"])
+        stolen = " / ".join(f"{percent:g} %" for percent in line.get("stolen_percent", ()))
+        rows.append([stages, precision, line["date"], *times, after, stolen])
     assert table("A fine-tuning, predicted ahead of it") == rows
 
 
