@@ -40,8 +40,10 @@ class Stream(Protocol):
     def outruns_loss(self) -> bool:
         """Whether it takes no loss for congestion. From any thread."""
 
-    def pace(self, bytes_per_s: float) -> None:
-        """Send no faster, and take little more than is sent soon. Of the thread that writes."""
+    def pace(self, bytes_per_s: float) -> bool:
+        """Send no faster, and take little more than is sent soon. Returns whether it does: not on a
+        short path. Of the thread that writes.
+        """
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""

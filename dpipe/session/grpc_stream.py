@@ -117,8 +117,8 @@ class GrpcStream(MessageStream):
     def outruns_loss(self) -> bool:
         return False
 
-    def pace(self, bytes_per_s: float) -> None:
-        pass  # the sockets are gRPC's own
+    def pace(self, bytes_per_s: float) -> bool:
+        return False
 
     def next_message(self) -> bytes:
         try:

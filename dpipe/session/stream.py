@@ -91,14 +91,15 @@ class SocketStream(ByteStream):
     def outruns_loss(self) -> bool:
         return self._window.outruns_loss
 
-    def pace(self, bytes_per_s: float) -> None:
+    def pace(self, bytes_per_s: float) -> bool:
         if bytes_per_s == self._paced_to:
-            return
-        self._paced_to = bytes_per_s
-        keep_little_unsent(self._socket, round(_UNSENT_S * bytes_per_s))
-        if sys.platform == "linux":
-            with suppress(OSError):  # of a socket that is closed
+            return True
+        with suppress(OSError):  # of a socket that is closed
+            if sys.platform == "linux" and self._window.is_path_long():
+                keep_little_unsent(self._socket, round(_UNSENT_S * bytes_per_s))
                 self._socket.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, round(bytes_per_s))
+                self._paced_to = bytes_per_s
+        return bytes_per_s == self._paced_to
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
@@ -217,8 +218,7 @@ def keep_little_unsent(sock: socket.socket, num_bytes: int = _UNSENT_BYTES) -> N
     carry earlier.
     """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        with suppress(OSError):  # of a socket that is closed
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
 
 def shut(sock: socket.socket) -> None:

@@ -47,21 +47,21 @@ class Uplink:
         self._is_told = False  # to whoever reads the log
 
     @property
-    def is_shared(self) -> bool:
-        return self.bytes_per_s < math.inf
+    def is_taken(self) -> bool:
+        """Whether it is somebody's turn. From any thread."""
+        return bool(self._turns)
 
     @contextmanager
     def turn(self, num_bytes: int, stream: Stream | None) -> Iterator[None]:
         """Inside, `stream` alone sends a message that takes long, unless another is very late."""
         takes_s = num_bytes / self.bytes_per_s
-        if takes_s < _LONG_S:
+        # A path that is short is not the slow one that was predicted: a job that is tried at home.
+        if takes_s < _LONG_S or stream is None or not stream.pace(_SHARE * self.bytes_per_s):
             yield
             return
         turn = _Turn(_LATE * takes_s + _LEAST_S)
         self._await(turn)
         try:
-            if stream is not None:
-                stream.pace(_SHARE * self.bytes_per_s)
             yield
         finally:
             self._end(turn)

@@ -179,6 +179,12 @@ class Window:
             return 0
         return min(burst_bytes, in_flight, info.window * info.segment)
 
+    def is_path_long(self) -> bool:
+        """Whether a round trip, without queues, takes long. Raises `OSError` for a socket that is
+        closed.
+        """
+        return tcp_info(self._socket).least_round_trip_us >= _LONG_US
+
     def _certainly_lost(self, info: TcpInfo) -> int:
         """Segments: the fewest that seemed lost in the last few retransmission timeouts. Where a
         queue grows within a round trip, segments are sent again that only wait in it.

@@ -29,13 +29,13 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 
 class TcpConnection(SessionConnection):
-    """Of several on a link or an uplink, one asks for more once most of the last piece is sent."""
+    """Of several on a link, and in a turn, one asks for more once most of the last is sent."""
 
     def _write(self) -> None:
-        drains = self._num_connections > 1 or self._uplink.is_shared
         for _ in self.writing():
             while not self.session.has_room():
                 self.session.await_room()
+            drains = self._num_connections > 1 or self._uplink.is_taken
             while drains and not self.session.await_drained():
                 continue
 

@@ -14,11 +14,13 @@ LONG = 1_000_000
 class Stream:
     """That is paced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_short: bool = False) -> None:
         self.bytes_per_s: float | None = None
+        self._is_short = is_short
 
-    def pace(self, bytes_per_s: float) -> None:
+    def pace(self, bytes_per_s: float) -> bool:
         self.bytes_per_s = bytes_per_s
+        return not self._is_short
 
 
 class Senders:
@@ -41,7 +43,7 @@ class Senders:
         until(lambda: number in self.began or len(self._uplink._turns) > asked)
 
     def _send(self, number: int, num_bytes: int, end: Event) -> None:
-        with self._uplink.turn(num_bytes, None):
+        with self._uplink.turn(num_bytes, Stream()):
             self.began.append(number)
             assert end.wait(10)
 
@@ -77,6 +79,15 @@ def test_long_messages_leave_in_the_order_in_which_they_ask(senders: Senders) ->
         senders.ends[number].set()
 
 
+def test_uplink_is_taken_while_it_is_the_turn_of_a_long_message() -> None:
+    uplink = Uplink(RATE)
+    with uplink.turn(1000, Stream()):
+        assert not uplink.is_taken
+    with uplink.turn(LONG, Stream()):
+        assert uplink.is_taken
+    assert not uplink.is_taken
+
+
 def test_short_message_waits_for_nobody(senders: Senders) -> None:
     senders.ask()
     senders.ask(num_bytes=1000)
@@ -101,9 +112,9 @@ def test_turn_of_a_connection_that_does_not_move_lapses(
 
 def test_error_inside_a_turn_ends_it() -> None:
     uplink = Uplink(RATE)
-    with pytest.raises(ConnectionError), uplink.turn(LONG, None):
+    with pytest.raises(ConnectionError), uplink.turn(LONG, Stream()):
         raise ConnectionError("it broke")
-    with uplink.turn(LONG, None):
+    with uplink.turn(LONG, Stream()):
         pass
 
 
@@ -121,14 +132,23 @@ def test_nothing_waits_or_is_paced_where_links_share_nothing() -> None:
     uplink = Uplink()
     with uplink.turn(1 << 40, stream), uplink.turn(1 << 40, stream):
         assert stream.bytes_per_s is None
-    assert not uplink.is_shared
+        assert not uplink.is_taken
+
+
+@pytest.mark.parametrize("stream", [Stream(is_short=True), None], ids=["short path", "broken"])
+def test_nothing_waits_on_a_short_path_or_for_a_connection_that_broke(
+    stream: Stream | None,
+) -> None:
+    uplink = Uplink(RATE)
+    with uplink.turn(LONG, stream), uplink.turn(LONG, stream):
+        assert not uplink.is_taken
 
 
 def test_log_says_once_how_fast_messages_leave(caplog: pytest.LogCaptureFixture) -> None:
     uplink = Uplink(RATE)
     with caplog.at_level(logging.INFO, "dpipe"):
         for _ in range(2):
-            with uplink.turn(LONG, None):
+            with uplink.turn(LONG, Stream()):
                 pass
     (said,) = caplog.messages
     assert "at most 0.99 MB a second" in said

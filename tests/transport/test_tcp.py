@@ -261,11 +261,14 @@ def test_congestion_control_that_the_host_lacks_is_refused_before_anybody_is_met
         make(0, congestion_control="nobody_wrote_it")
 
 
-def test_long_messages_leave_one_after_another_on_a_shared_uplink(make: Make) -> None:
+def test_long_messages_leave_one_after_another_on_a_shared_uplink(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """
     to rank 0   [ 1 MB at 4 MB/s ]
     to rank 2                     [ 1 MB ]
     """
+    monkeypatch.setattr("dpipe.session.window._LONG_US", 0)  # as if loopback were long
     ends = [make(rank, uplink_bytes_per_s=4e6) for rank in range(3)]
     connect(*ends)
     large = torch.zeros(250_000)
@@ -276,12 +279,14 @@ def test_long_messages_leave_one_after_another_on_a_shared_uplink(make: Make) ->
         sending.wait()
     early, late = sorted((sending.moved for sending in sent), key=lambda moved: moved.start_ns)
     assert late.start_ns >= early.end_ns
-    assert late.end_ns - late.start_ns > 0.15e9
+    # Of each connection, the first ten packets leave at once: 640 kB on loopback.
+    assert late.end_ns - late.start_ns > 0.05e9
 
 
 def test_peer_that_takes_nothing_does_not_hold_up_the_others(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dpipe.session.window._LONG_US", 0)
     monkeypatch.setattr("dpipe.session.uplink._LATE", 0)
     monkeypatch.setattr("dpipe.session.uplink._LEAST_S", 0.2)
     ends = [make(rank, uplink_bytes_per_s=40e6, buffer_bytes=1) for rank in range(3)]
