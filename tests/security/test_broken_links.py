@@ -220,7 +220,7 @@ def test_end_that_is_held_back_for_long_is_not_dialled_again(kind: Kind) -> None
     # Silent for 0.25 s is lost. With half of that a busy machine, whose threads wait, lost some.
     with linked(kind, heartbeat_s=2.0, buffer_bytes=1000) as (first, second, path):
         sends = [first.send(numbered(i), 1, str(i)) for i in range(8)]
-        time.sleep(1.5)
+        time.sleep(3.0)
         for i, send in enumerate(sends):
             assert torch.equal(second.recv(LARGE, 0, str(i)).wait(), numbered(i))
             send.wait()
