@@ -125,16 +125,21 @@ def test_marked_tests_run_after_all_others(run: Run, pytester: pytest.Pytester) 
     assert order == ["any"] * 3 + ["waits"] + ["alone begins", "alone ends"] * 2
 
 
-def test_workers_end_once_enough_has_failed(run: Run, pytester: pytest.Pytester) -> None:
-    """With what fixtures have begun."""
+@pytest.mark.parametrize(("begins_s", "ends_s"), [(0.3, 0), (0, 0.3)])
+def test_workers_end_once_enough_has_failed(
+    run: Run, pytester: pytest.Pytester, begins_s: float, ends_s: float
+) -> None:
+    """With what fixtures have begun: in the middle of their code, most likely."""
     result = run(
-        """
+        f"""
         import os, pytest, time
         @pytest.fixture
         def begun(request):
-            name = f"begun-{os.getpid()}"
+            name = f"begun-{{os.getpid()}}"
             open(name, "w").close()
+            time.sleep({begins_s})
             yield
+            time.sleep({ends_s})
             os.remove(name)
         @pytest.mark.parametrize("number", range(400))
         def test_number(number, begun):
@@ -145,7 +150,7 @@ def test_workers_end_once_enough_has_failed(run: Run, pytester: pytest.Pytester)
     )
     assert result.ret == 1
     assert result.parseoutcomes()["failed"] <= 5
-    result.stdout.fnmatch_lines(["*stopping after 3 failures*"])
+    result.stdout.fnmatch_lines(["*stopping after [345] failures*"])
     assert not [*pytester.path.glob("begun-*")]
 
 

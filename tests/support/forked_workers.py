@@ -176,11 +176,12 @@ class Phase:
     def _work(self, number: int, queues: Sequence[Blocks], messages: Connection) -> NoReturn:
         code = 1
         try:
-            become_worker(self._session.config, number, messages)
+            interrupts = become_worker(self._session.config, number, messages)
             taken = (self._items[number] for number in chain(*queues))
             # The next one is known before a test ends: it may need the same fixtures.
             for item, following in pairwise(chain(taken, [None])):
                 assert item is not None
+                interrupts.check()
                 messages.send(("began", item.nodeid))
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 messages.send(("ended", item.nodeid))
@@ -263,9 +264,42 @@ class Reporter:
         self._messages.send(("report", data))
 
 
-def become_worker(config: pytest.Config, number: int, messages: Connection) -> None:
-    # Ignored where a shell has started pytest in the background.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupts:
+    """Ctrl-C ends the call of a test, and waits until a fixture has begun or ended: one that is
+    ended in between would leave behind what it has begun.
+
+        setup ──────────► call ───────────► teardown ──────► setup of the next
+          '- waits ------► '- raises at once  '- waits ---------►' raises
+    """
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._raises_at_once = False
+        # Ignored where a shell has started pytest in the background.
+        signal.signal(signal.SIGINT, self._comes)
+
+    def check(self) -> None:
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        self._raises_at_once = True
+        try:
+            self.check()
+            return (yield)
+        finally:
+            self._raises_at_once = False
+
+    def _comes(self, *_: object) -> None:
+        self._has_come = True
+        if self._raises_at_once:
+            self._raises_at_once = False
+            raise KeyboardInterrupt
+
+
+def become_worker(config: pytest.Config, number: int, messages: Connection) -> Interrupts:
+    interrupts = Interrupts()
     # By default it is looked for every 700 objects, which takes 4 % of the tests' time.
     gc.set_threshold(_MOST_YOUNG)
     manager = config.pluginmanager
@@ -278,3 +312,5 @@ def become_worker(config: pytest.Config, number: int, messages: Connection) -> N
     factory._basetemp = factory.getbasetemp() / f"worker-{number}"
     factory._basetemp.mkdir()
     manager.register(Reporter(config, messages))
+    manager.register(interrupts)
+    return interrupts
