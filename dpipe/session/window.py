@@ -15,6 +15,10 @@ BBR keeps its rate, but learns it too low from messages that come one at a time,
 connections that share a path, and stops sending for 0.2 s in ten. It is better where packets are
 lost at random, which Reno and CUBIC take for congestion.
 
+CUBIC ends its slow start at the first hint of a queue (HyStart), and takes a while to what a long
+path holds. Reno doubles until something is lost; from then on CUBIC is back sooner. So connections
+begin with Reno where the host has one of these two, and return to CUBIC once they lose.
+
 Where nothing is lost Reno and CUBIC fill whatever queue a router has, and the kernel lets 4 MiB be
 under way: seconds of a slow link, behind which signs of life wait. Where round trips say that it
 comes to that, the kernel's send buffer is bounded by what the path holds. With an open window it
@@ -26,7 +30,6 @@ import socket
 import struct
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +38,8 @@ from dpipe.errors import ConfigError
 _CLOSING = 0.8  # of a retransmission timeout: a pause that is about to close the window
 _CONGESTION = getattr(socket, "TCP_CONGESTION", None)  # of Linux and FreeBSD
 _AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-_BBR = "bbr"
+_HOSTS_OWN = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_BBR, _CUBIC, _RENO = "bbr", "cubic", "reno"
 _LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few of them
 # Losses that are random, in number and as a share of segments: congestion loses one in a window
 # of some hundred segments, each time that it has grown by half.
@@ -135,8 +139,8 @@ class Losses:
 
 
 class Window:
-    """Of the connection over `sock`. With `losses`, those of its link, it takes BBR where they are
-    random and the host allows it.
+    """Of the connection over `sock`. With `losses`, those of its link, it takes the host's CUBIC in
+    the place of Reno once something is lost, and BBR where they are random and the host allows it.
     """
 
     def __init__(self, sock: socket.socket, losses: Losses | None = None) -> None:
@@ -145,6 +149,7 @@ class Window:
         taken = _taken(sock)
         self.outruns_loss = taken == _BBR
         self._fills_queues = taken not in ("", _BBR)
+        self._grows_slowly = losses is not None and taken == _RENO and _hosts_own() == _CUBIC
         self._closes = self._fills_queues and _slow_starts_after_idle()
         self._may_bound = _may_bound(sock)  # its send buffer
         self._is_bounded = False
@@ -173,6 +178,8 @@ class Window:
             lost = self._certainly_lost(info)
             self._losses.see(info.sent - self._sent, lost - self._lost)
             self._sent, self._lost = info.sent, lost
+            if self._grows_slowly and lost:
+                self._grows_slowly = not _takes(self._socket, _CUBIC)
             if self._losses.are_random:
                 self._take_bbr()
         if not self._closes or not _is_closing(info):
@@ -219,8 +226,7 @@ class Window:
 
     def _take_bbr(self) -> None:
         self._losses = None
-        with suppress(OSError):  # it is not there, or only root may take it
-            _take(self._socket, _BBR)
+        if _takes(self._socket, _BBR):
             self._fills_queues = False
             self.outruns_loss = True
 
@@ -233,18 +239,17 @@ def _is_closing(info: TcpInfo) -> bool:
 
 def set_congestion_control(sock: socket.socket, name: str, *, loses: bool = False) -> None:
     """Take TCP's congestion control called `name`; "host" leaves the host's. So does "auto", but it
-    begins with Reno in the place of BBR, and with BBR on a link that is known to lose packets, if
-    the host allows it: see `Window`. Before a connection is opened: BBR has the kernel space
-    packets out from then on, whatever follows it.
+    begins with Reno in the place of BBR and CUBIC, and with BBR on a link that is known to lose
+    packets, if the host allows it: see `Window`. Before a connection is opened: BBR has the kernel
+    space packets out from then on, whatever follows it.
 
     Raises `ConfigError` where the host does not have it, or allows it to root alone.
     """
     if name == "host":
         return
     if name == "auto":
-        if loses or _taken(sock) == _BBR:
-            with suppress(OSError):
-                _take(sock, _BBR if loses else "reno")
+        if loses or _taken(sock) in (_BBR, _CUBIC):
+            _takes(sock, _BBR if loses else _RENO)
         return
     try:
         _take(sock, name)
@@ -263,6 +268,15 @@ def _take(sock: socket.socket, name: str) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
 
 
+def _takes(sock: socket.socket, name: str) -> bool:
+    """False where the host does not have it, or only root may take it."""
+    try:
+        _take(sock, name)
+    except OSError:
+        return False
+    return True
+
+
 def _taken(sock: socket.socket) -> str:
     """Empty where the system does not say."""
     if _CONGESTION is None:
@@ -272,6 +286,13 @@ def _taken(sock: socket.socket) -> str:
     except OSError:  # not TCP
         return ""
     return name.rstrip(b"\0").decode()
+
+
+def _hosts_own() -> str:
+    try:
+        return _HOSTS_OWN.read_text().strip()
+    except OSError:  # not Linux
+        return ""
 
 
 def _may_bound(sock: socket.socket) -> bool:

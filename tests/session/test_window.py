@@ -303,6 +303,27 @@ def test_congestion_control_that_was_asked_for_is_kept(
     assert taken[-1] == "cubic"
 
 
+@pytest.mark.parametrize(
+    ("hosts", "times", "name"),
+    [("cubic", 1, "cubic"), ("cubic", 0, "reno"), ("cubic", 5, "bbr"), ("bbr", 1, "reno")],
+)
+def test_cubic_returns_once_something_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+    sock: socket.socket,
+    taken: list[str],
+    tmp_path: Path,
+    hosts: str,
+    times: int,
+    name: str,
+) -> None:
+    (tmp_path / "own").write_text(f"{hosts}\n")
+    monkeypatch.setattr(window, "_HOSTS_OWN", tmp_path / "own")
+    taken.append("reno")
+    lose(monkeypatch, clock, Window(sock, Losses()), 1_000, times)
+    assert taken[-1] == name
+
+
 def test_host_that_does_not_allow_bbr_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch, clock: list[float], sock: socket.socket
 ) -> None:
@@ -316,8 +337,8 @@ def test_host_that_does_not_allow_bbr_keeps_its_own(
     assert watched.look(20_000) == 20_000
 
 
-@pytest.mark.parametrize(("hosts", "name"), [("bbr", "reno"), ("cubic", "cubic")])
-def test_connection_begins_with_reno_in_place_of_bbr(
+@pytest.mark.parametrize(("hosts", "name"), [("bbr", "reno"), ("cubic", "reno"), ("htcp", "htcp")])
+def test_connection_begins_with_reno_in_place_of_bbr_and_cubic(
     sock: socket.socket, taken: list[str], hosts: str, name: str
 ) -> None:
     taken.append(hosts)
