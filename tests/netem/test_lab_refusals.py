@@ -86,7 +86,7 @@ LAB = Lab("a", 3, 100, "guest", own_delay_ms=0.12, carries_gbps=6.0, carries_pac
         (
             Link(1, 1),
             [
-                "all hosts may send 3 Gbit/s together; the router carries 6 in all, and 0.48 where "
+                "all hosts may send 3 Gbit/s together; the router carries 6 in all, and 0.32 where "
                 "TCP coalesces no "
                 "packets, as over many slow connections"
             ],
