@@ -2,7 +2,8 @@
 """What `dpipe measure` and `dpipe simulate --machines` say of a job ahead of it, beside what its
 steps then take on this machine.
 
-    scripts/ahead.py JOB [-o KEY=VALUE] [--runs N]
+    scripts/ahead.py JOB [-o KEY=VALUE] [--runs N]    measures and runs, then prints the table
+    scripts/ahead.py                                  the table of what is there
 
     measure   run   measure   run   measure
     |__ ahead __|__ after __|
@@ -11,23 +12,27 @@ steps then take on this machine.
 A machine's speed may change by more than a prediction is wrong by. So it is measured before each
 run and after it, with a process for each rank, as they will share the machine's cores; and noted is
 what share of the processors' time a virtual machine's host took from it meanwhile. A line of JSON
-for each run is appended to the results.
+for each run is appended to the results. The table says how far the runs of a job are off on
+average, and how well so many runs can tell.
 """
 
 import json
+import math
 import secrets
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import click
 import psutil
 from table import ROOT
-from trials import append, commit_of_tree, run_to_end
+from trials import append, commit_of_tree, run_to_end, whole_lines
 from venue import ThisMachine
 
 from dpipe.config.load import load
@@ -37,6 +42,8 @@ from dpipe.processes.launch import free_port
 RESULTS = ROOT / "scripts/results/ahead.jsonl"
 _MEASURE_S = 900.0
 _RUN_S = 3600.0
+_LENGTH = ("train.steps=", "train.eval_")  # overrides of how long a run is, not of what a step is
+_HEAD = ("job", "predicted", "runs", "measured / predicted", "standard error", "least", "most")
 
 
 class Stolen:
@@ -138,13 +145,50 @@ def compared(job: str, overrides: tuple[str, ...], ahead: Predicted) -> dict[str
     }
 
 
+def ratio(line: dict[str, Any]) -> float:
+    """Measured over predicted: the mean of ahead and after, where there are both."""
+    ahead_s = line["predicted_s"]
+    around_s = mean((ahead_s, line.get("predicted_after_s", ahead_s)))
+    return float(line["measured_s"] / around_s)
+
+
+def summaries(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Rows of the table: for each job and its overrides, the mean of its runs' ratios, with its
+    standard error. Runs that follow each other share a prediction, so that it is a little larger.
+    """
+    ratios = defaultdict[tuple[str, str], list[float]](list)
+    for line in lines:
+        words = [line["job"]]
+        for override in line["overrides"]:
+            if not override.startswith(_LENGTH):
+                words.append(override)
+        around = "ahead and after" if "predicted_after_s" in line else "ahead"
+        ratios[" ".join(words), around].append(ratio(line))
+    rows = []
+    for (job, around), each in ratios.items():
+        error = ""
+        if len(each) > 1:
+            error = f"{stdev(each) / math.sqrt(len(each)):.3f}"
+        numbers = [f"{mean(each):.3f}", error, f"{min(each):.3f}", f"{max(each):.3f}"]
+        rows.append([job, around, str(len(each)), *numbers])
+    return rows
+
+
 @click.command()
-@click.argument("job", type=click.Path(exists=True, dir_okay=False))
+@click.argument("job", type=click.Path(exists=True, dir_okay=False), required=False)
 @click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
 @click.option("--runs", default=1, show_default=True, type=click.IntRange(min=1))
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
-def main(job: str, overrides: tuple[str, ...], runs: int, results: Path) -> None:
+def main(job: str | None, overrides: tuple[str, ...], runs: int, results: Path) -> None:
     """Predict a job's step from measurements of this machine, and run it."""
+    if job is not None:
+        alternate(job, overrides, runs, results)
+    for cells in (_HEAD, ["---"] * len(_HEAD), *summaries(whole_lines(results))):
+        click.echo(f"| {' | '.join(cells)} |")
+
+
+def alternate(job: str, overrides: tuple[str, ...], runs: int, results: Path) -> None:
+    """Measure before each run and after it. Appends a line for each to `results`."""
     ahead = predicted(job, overrides)
     for _ in range(runs):
         line = compared(job, overrides, ahead)

@@ -187,8 +187,8 @@ class TransportConfig(Section):
 
     congestion_control: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] = "auto"
     """TCP's congestion control, such as "reno", on "tcp" links on Linux. "host": the host's.
-    "auto": the host's, but "reno" for "bbr", and for "cubic" until something is lost; "bbr" where
-    packets are lost at random, by predict.network or as is seen, if the host allows it."""
+    "auto": "reno" for "bbr", and for "cubic" until something is lost; "bbr" where losses are
+    random, by predict.network or as seen, if the host allows it."""
 
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     """Bytes of a message that are written at once; "tcp" writes at most 524288."""

@@ -250,24 +250,6 @@ def test_what_chaos_did_and_left() -> None:
     assert below.partition("\n\n")[0].count("\n| ") == 1 + len(rows)
 
 
-def test_steps_of_a_fine_tuning_ahead_of_it() -> None:
-    rows = []
-    for line in lines_of("ahead"):
-        assert line["job"] == "scripts/finetune.toml"
-        alone = "pipeline.stages=1" in line["overrides"]
-        predicted_s, measured_s = line["predicted_s"], line["measured_s"]
-        ratio = measured_s / predicted_s
-        stages = "one" if alone else "two"
-        precision = "fp32" if "train.precision=fp32" in line["overrides"] else "bf16"
-        times = [seconds(predicted_s), seconds(measured_s), f"{ratio:.3f}"]
-        after = ""
-        if "predicted_after_s" in line:
-            after = seconds(line["predicted_after_s"])
-        stolen = " / ".join(f"{percent:g} %" for percent in line.get("stolen_percent", ()))
-        rows.append([stages, precision, line["date"], *times, after, stolen])
-    assert table("A fine-tuning, predicted ahead of it") == rows
-
-
 def simulated(name: str) -> list[dict[str, str]]:
     with (KEPT / f"sim/{name}.csv").open(encoding="utf-8") as lines:
         return list(csv.DictReader(lines))

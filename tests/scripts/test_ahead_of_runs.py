@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
+ROOT = Path(__file__).resolve().parents[2]
 JOB = """\
 [model]
 num_layers = 2
@@ -69,6 +70,33 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
     assert (second["predicted_s"], second["predicted_after_s"]) == (2.0, 4.0)
     assert "measured 3 s: 3.000; predicted after it 2 s: 2.000 of the mean" in result.output
     assert "measured 3 s: 1.500; predicted after it 4 s: 1.000 of the mean" in result.output
+
+
+def test_table_says_how_far_the_runs_of_a_job_are_off_on_average(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    results = tmp_path / "ahead.jsonl"
+    runs = [
+        {"overrides": ["train.steps=5", "a=1"], "measured_s": 2.1, "predicted_after_s": 3.0},
+        {"overrides": ["a=1", "train.steps=9"], "measured_s": 1.9, "predicted_after_s": 1.0},
+        {"overrides": ["a=1"], "measured_s": 1.2},
+    ]
+    for run in runs:
+        line = {"job": "job.toml", "predicted_s": 1.0, **run}
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    result = CliRunner().invoke(script("ahead").main, ["--results", str(results)])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[2:] == [
+        "| job.toml a=1 | ahead and after | 2 | 1.475 | 0.425 | 1.050 | 1.900 |",
+        "| job.toml a=1 | ahead | 1 | 1.200 |  | 1.200 | 1.200 |",
+    ]
+
+
+def test_page_has_the_table_of_what_is_there(script: Callable[[str], ModuleType]) -> None:
+    result = CliRunner().invoke(script("ahead").main)
+    assert result.exit_code == 0, result.output
+    assert result.output in (ROOT / "docs/results.md").read_text("utf-8")
 
 
 def test_stolen_time_is_a_share_of_what_was_not_idle(
