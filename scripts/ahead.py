@@ -10,27 +10,32 @@ steps then take on this machine.
                 |__ ahead __|__ after __|
 
 A machine's speed may change by more than a prediction is wrong by. So it is measured before each
-run and after it, with a process for each rank, as they will share the machine's cores; and noted is
-what share of the processors' time a virtual machine's host took from it meanwhile. A line of JSON
-for each run is appended to the results. The table says how far the runs of a job are off on
-average, and how well so many runs can tell.
+run and after it, with a process for each rank, as they will share the machine's cores. Meanwhile a
+yardstick, the same small computation again and again on each core, says how fast the machine is:
+while layers were measured, and while steps ran. And noted is what share of the processors' time a
+virtual machine's host took. A line of JSON for each run is appended to the results. The table says
+how far the runs of a job are off on average, and how well so many runs can tell.
 """
 
 import json
 import math
+import os
 import secrets
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
+from threading import Event, Thread, Timer
 from typing import Any, NamedTuple
 
 import click
 import psutil
+import torch
 from table import ROOT
 from trials import append, commit_of_tree, run_to_end, whole_lines
 from venue import ThisMachine
@@ -42,6 +47,9 @@ from dpipe.processes.launch import free_port
 RESULTS = ROOT / "scripts/results/ahead.jsonl"
 _MEASURE_S = 900.0
 _RUN_S = 3600.0
+_EVERY_S = 0.5  # a look of the yardstick, which takes some 3 ms of a core
+_LOOK_S = 0.1
+_MEASURES = "measuring what the layers take"  # dpipe measure says so
 _LENGTH = ("train.steps=", "train.eval_")  # overrides of how long a run is, not of what a step is
 _HEAD = ("job", "predicted", "runs", "measured / predicted", "standard error", "least", "most")
 
@@ -68,24 +76,75 @@ class Stolen:
         self.percent = round(100 * stolen_s / max(busy_s, stolen_s, 1e-9), 1)
 
 
+class Yardstick:
+    """How fast this machine's cores are while other processes have them: in a `with` block, twice a
+    second on each, the time that a small product of matrices takes of it.
+    """
+
+    def __enter__(self) -> "Yardstick":
+        self._ended = Event()
+        self._looks: list[tuple[float, float]] = []  # when, and products a second
+        self._threads = []
+        for core in os.sched_getaffinity(0):
+            thread = Thread(target=self._look, args=(core,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def speed(self, since: float, until: float) -> float:
+        """Products a second, the mean of all cores. Times are of `time.monotonic`."""
+        speeds = []
+        for at, speed in list(self._looks):
+            if since <= at <= until:
+                speeds.append(speed)
+        return mean(speeds) if speeds else math.nan
+
+    def _look(self, core: int) -> None:
+        os.sched_setaffinity(0, {core})  # of this thread
+        torch.set_num_threads(1)
+        some = torch.ones(128, 576)
+        more = torch.ones(576, 1536)
+        while not self._ended.wait(_EVERY_S):
+            began = time.thread_time()
+            torch.mm(some, more)
+            took_s = time.thread_time() - began
+            look = (time.monotonic(), 1 / took_s)
+            self._looks.append(look)
+
+
 class Predicted(NamedTuple):
     step_s: float
     stolen_percent: float  # while the machine was measured
+    speed: float  # of the yardstick, while its layers were measured
 
 
-def predicted(job: str, overrides: tuple[str, ...]) -> Predicted:
+class Steps(NamedTuple):
+    seconds: list[float]  # of each but the first
+    speed: float  # of the yardstick meanwhile
+
+
+def predicted(job: str, overrides: tuple[str, ...], yardstick: Yardstick) -> Predicted:
     """What `dpipe simulate` says of a step on this machine as it is now."""
     with TemporaryDirectory() as folder:
         machines = Path(folder) / "machines.toml"
         with Stolen() as stolen:
-            _measure(job, overrides, machines)
+            since, until = _measure(job, overrides, machines)
         argv = _dpipe("simulate", job, overrides, f"--machines={machines}", "--json")
         said = subprocess.check_output(argv, env=environment(), text=True)
-    return Predicted(float(json.loads(said)["step_s"]), stolen.percent)
+    step_s = float(json.loads(said)["step_s"])
+    speed = yardstick.speed(since, until)
+    return Predicted(step_s, stolen.percent, speed)
 
 
-def _measure(job: str, overrides: tuple[str, ...], file: Path) -> None:
-    """Writes what `dpipe measure` finds, a process for each rank."""
+def _measure(job: str, overrides: tuple[str, ...], file: Path) -> tuple[float, float]:
+    """Writes what `dpipe measure` finds, a process for each rank. Returns since when and until when
+    it measured layers.
+    """
     size = load(Path(job), overrides).world_size
     environ = {**environment(), "DPIPE_TOKEN": secrets.token_hex(16)}
     address = f"127.0.0.1:{free_port()}"
@@ -95,15 +154,37 @@ def _measure(job: str, overrides: tuple[str, ...], file: Path) -> None:
         if size > 1:
             place = [f"--rank={rank}", f"--world-size={size}", f"--coordinator={address}"]
         argv = _dpipe("measure", job, overrides, *place, f"--out={file}")
-        process = subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+        says = subprocess.PIPE if rank == 0 else None
+        process = subprocess.Popen(
+            argv, env=environ, stdout=subprocess.DEVNULL, stderr=says, text=True
+        )
         processes.append(process)
+    late = Timer(_MEASURE_S, processes[0].kill)
+    late.start()
     try:
+        times = _times_of_lines(processes[0])
         codes = [process.wait(_MEASURE_S) for process in processes]
     finally:
+        late.cancel()
         for process in processes:
             process.kill()
+            if process.stderr is not None:
+                process.stderr.close()
     if any(codes):
         raise click.ClickException("dpipe measure has failed")
+    since = times[_MEASURES]
+    behind = [at for at in times.values() if at > since]
+    return since, min(behind, default=time.monotonic())
+
+
+def _times_of_lines(process: "subprocess.Popen[str]") -> dict[str, float]:
+    """When it wrote each to its standard error, which appears in ours."""
+    times = {}
+    assert process.stderr is not None
+    for line in process.stderr:
+        times[line.strip()] = time.monotonic()
+        click.echo(line, err=True, nl=False)
+    return times
 
 
 def _dpipe(command: str, job: str, overrides: tuple[str, ...], *options: str) -> list[str]:
@@ -113,43 +194,70 @@ def _dpipe(command: str, job: str, overrides: tuple[str, ...], *options: str) ->
     return [sys.executable, "-m", "dpipe", command, job, *given, *options]
 
 
-def measured_s(job: str, overrides: tuple[str, ...]) -> list[float]:
-    """Of each step but the first."""
+def measured(job: str, overrides: tuple[str, ...], yardstick: Yardstick) -> Steps:
     with TemporaryDirectory() as folder:
-        in_folder = f"run.folder={json.dumps(folder + '/run')}"
-        rows = run_to_end(Path(job), (*overrides, in_folder), ThisMachine(), timeout_s=_RUN_S)
+        run = Path(folder) / "run"
+        in_folder = f"run.folder={json.dumps(str(run))}"
+        metrics = run / "metrics.jsonl"
+        times: list[float] = []
+        ended = Event()
+        watch = Thread(target=_watch, args=(metrics, ended, times))
+        watch.start()
+        try:
+            rows = run_to_end(Path(job), (*overrides, in_folder), ThisMachine(), timeout_s=_RUN_S)
+        finally:
+            ended.set()
+            watch.join()
     seconds = []
     for row in rows:
         if "step_s" in row:
             seconds.append(row["step_s"])
-    return seconds[1:]
+    speed = yardstick.speed(times[0], times[-1])
+    return Steps(seconds[1:], speed)
 
 
-def compared(job: str, overrides: tuple[str, ...], ahead: Predicted) -> dict[str, Any]:
-    """A run, with what was predicted ahead of it and what after it."""
+def _watch(metrics: Path, ended: Event, times: list[float]) -> None:
+    """Note when the row of each step appears."""
+    while not ended.wait(_LOOK_S):
+        text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+        num_new = text.count('"step_s"') - len(times)
+        for _ in range(num_new):
+            times.append(time.monotonic())
+
+
+def compared(
+    job: str, overrides: tuple[str, ...], ahead: Predicted, yardstick: Yardstick
+) -> tuple[dict[str, Any], Predicted]:
+    """The line of a run, with what was predicted ahead of it and what after it; and the latter."""
     with Stolen() as stolen:
-        steps_s = measured_s(job, overrides)
-    after = predicted(job, overrides)
-    today = date.today()
-    return {
+        steps = measured(job, overrides, yardstick)
+    after = predicted(job, overrides, yardstick)
+    line = {
         "job": job,
         "overrides": overrides,
         "predicted_s": ahead.step_s,
         "predicted_after_s": after.step_s,
-        "measured_s": median(steps_s),
-        "steps_s": steps_s,
+        "measured_s": median(steps.seconds),
+        "steps_s": steps.seconds,
         # Ahead, of the run, and after it.
         "stolen_percent": (ahead.stolen_percent, stolen.percent, after.stolen_percent),
-        "date": today.isoformat(),
+        "products_per_s": (ahead.speed, steps.speed, after.speed),
+        "date": date.today().isoformat(),
         "commit": commit_of_tree(),
     }
+    return line, after
 
 
 def ratio(line: dict[str, Any]) -> float:
-    """Measured over predicted: the mean of ahead and after, where there are both."""
-    ahead_s = line["predicted_s"]
-    around_s = mean((ahead_s, line.get("predicted_after_s", ahead_s)))
-    return float(line["measured_s"] / around_s)
+    """Measured over predicted: the mean of ahead and after, where there are both, each as it would
+    have been at the machine's speed of the run, where that is known.
+    """
+    if "predicted_after_s" not in line:
+        return float(line["measured_s"] / line["predicted_s"])
+    ahead, of_run, after = line.get("products_per_s", (1, 1, 1))
+    ahead_s = line["predicted_s"] * ahead / of_run
+    after_s = line["predicted_after_s"] * after / of_run
+    return float(line["measured_s"] / mean((ahead_s, after_s)))
 
 
 def summaries(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -163,6 +271,8 @@ def summaries(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
             if not override.startswith(_LENGTH):
                 words.append(override)
         around = "ahead and after" if "predicted_after_s" in line else "ahead"
+        if "products_per_s" in line:
+            around += ", at the run's speed"
         ratios[" ".join(words), around].append(ratio(line))
     rows = []
     for (job, around), each in ratios.items():
@@ -189,21 +299,24 @@ def main(job: str | None, overrides: tuple[str, ...], runs: int, results: Path) 
 
 def alternate(job: str, overrides: tuple[str, ...], runs: int, results: Path) -> None:
     """Measure before each run and after it. Appends a line for each to `results`."""
-    ahead = predicted(job, overrides)
-    for _ in range(runs):
-        line = compared(job, overrides, ahead)
-        append(results, line)
-        took_s = line["measured_s"]
-        after = Predicted(line["predicted_after_s"], line["stolen_percent"][-1])
-        steady = took_s / mean((ahead.step_s, after.step_s))
-        stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
-        click.echo(
-            f"predicted {ahead.step_s:.4g} s, measured {took_s:.4g} s: "
-            f"{took_s / ahead.step_s:.3f}; predicted after it {after.step_s:.4g} s: {steady:.3f} "
-            f"of the mean of both; its host took {stolen} % of the processors ahead, of the run, "
-            "and after it"
-        )
-        ahead = after
+    with Yardstick() as yardstick:
+        ahead = predicted(job, overrides, yardstick)
+        for _ in range(runs):
+            line, ahead = compared(job, overrides, ahead, yardstick)
+            append(results, line)
+            click.echo(said(line))
+
+
+def said(line: dict[str, Any]) -> str:
+    predicted_s = line["predicted_s"]
+    took_s = line["measured_s"]
+    stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
+    return (
+        f"predicted {predicted_s:.4g} s, measured {took_s:.4g} s: {took_s / predicted_s:.3f}; "
+        f"predicted after it {line['predicted_after_s']:.4g} s; at one speed of the machine "
+        f"{ratio(line):.3f} of the mean of both; its host took {stolen} % of the processors ahead, "
+        "of the run, and after it"
+    )
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def test_line_has_what_was_predicted_around_a_run_and_what_its_steps_took(
     assert line["predicted_s"] > 0
     assert line["predicted_after_s"] > 0
     assert len(line["stolen_percent"]) == 3
+    assert min(line["products_per_s"]) > 0
     assert len(line["steps_s"]) == 3
     assert min(line["steps_s"]) <= line["measured_s"] <= max(line["steps_s"])
     assert f"predicted {line['predicted_s']:.4g} s" in result.output
@@ -56,9 +57,14 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = script("ahead")
-    speeds = iter([1.0, 2.0, 4.0])
-    monkeypatch.setattr(module, "predicted", lambda *_: module.Predicted(next(speeds), 0.5))
-    monkeypatch.setattr(module, "measured_s", lambda *_: [3.0, 3.0, 9.0])
+
+    def predicted(step_s: float, speed: float) -> tuple[float, float, float]:
+        made: tuple[float, float, float] = module.Predicted(step_s, 0.5, speed)
+        return made
+
+    said = iter([(1.0, 8.0), (2.0, 4.0), (4.0, 2.0)])
+    monkeypatch.setattr(module, "predicted", lambda *_: predicted(*next(said)))
+    monkeypatch.setattr(module, "measured", lambda *_: module.Steps([3.0, 3.0, 9.0], 4.0))
     job = tmp_path / "job.toml"
     job.write_text("")
     results = tmp_path / "ahead.jsonl"
@@ -68,8 +74,10 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
     first, second = map(json.loads, results.read_text().splitlines())
     assert (first["predicted_s"], first["predicted_after_s"]) == (1.0, 2.0)
     assert (second["predicted_s"], second["predicted_after_s"]) == (2.0, 4.0)
-    assert "measured 3 s: 3.000; predicted after it 2 s: 2.000 of the mean" in result.output
-    assert "measured 3 s: 1.500; predicted after it 4 s: 1.000 of the mean" in result.output
+    # At the speed of the runs, 2 s were predicted each time.
+    one_speed = "at one speed of the machine 1.500 of the mean"
+    assert f"measured 3 s: 3.000; predicted after it 2 s; {one_speed}" in result.output
+    assert f"measured 3 s: 1.500; predicted after it 4 s; {one_speed}" in result.output
 
 
 def test_table_says_how_far_the_runs_of_a_job_are_off_on_average(
