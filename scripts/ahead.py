@@ -250,34 +250,37 @@ def compared(
     return line, after
 
 
-def ratio(line: dict[str, Any]) -> float:
-    """Measured over predicted: the mean of ahead and after, where there are both, each as it would
-    have been at the machine's speed of the run, where that is known.
+def ratios(line: dict[str, Any]) -> dict[str, float]:
+    """Measured over predicted: by the mean of ahead and after, where there are both; and where the
+    machine's speed is known, as each would have been at that of the run.
     """
+    took_s = line["measured_s"]
+    ahead_s = line["predicted_s"]
     if "predicted_after_s" not in line:
-        return float(line["measured_s"] / line["predicted_s"])
-    ahead, of_run, after = line.get("products_per_s", (1, 1, 1))
-    ahead_s = line["predicted_s"] * ahead / of_run
-    after_s = line["predicted_after_s"] * after / of_run
-    return float(line["measured_s"] / mean((ahead_s, after_s)))
+        return {"ahead": took_s / ahead_s}
+    after_s = line["predicted_after_s"]
+    found = {"ahead and after": took_s / mean((ahead_s, after_s))}
+    if "products_per_s" in line:
+        ahead, of_run, after = line["products_per_s"]
+        at_one_speed_s = mean((ahead_s * ahead / of_run, after_s * after / of_run))
+        found["ahead and after, at the run's speed"] = took_s / at_one_speed_s
+    return found
 
 
 def summaries(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows of the table: for each job and its overrides, the mean of its runs' ratios, with its
     standard error. Runs that follow each other share a prediction, so that it is a little larger.
     """
-    ratios = defaultdict[tuple[str, str], list[float]](list)
+    by_job = defaultdict[tuple[str, str], list[float]](list)
     for line in lines:
         words = [line["job"]]
         for override in line["overrides"]:
             if not override.startswith(_LENGTH):
                 words.append(override)
-        around = "ahead and after" if "predicted_after_s" in line else "ahead"
-        if "products_per_s" in line:
-            around += ", at the run's speed"
-        ratios[" ".join(words), around].append(ratio(line))
+        for around, ratio in ratios(line).items():
+            by_job[" ".join(words), around].append(ratio)
     rows = []
-    for (job, around), each in ratios.items():
+    for (job, around), each in by_job.items():
         error = ""
         if len(each) > 1:
             error = f"{stdev(each) / math.sqrt(len(each)):.3f}"
@@ -312,12 +315,13 @@ def alternate(job: str, overrides: tuple[str, ...], runs: int, results: Path) ->
 def said(line: dict[str, Any]) -> str:
     predicted_s = line["predicted_s"]
     took_s = line["measured_s"]
+    plain, at_one_speed = ratios(line).values()
     stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
     return (
         f"predicted {predicted_s:.4g} s, measured {took_s:.4g} s: {took_s / predicted_s:.3f}; "
-        f"predicted after it {line['predicted_after_s']:.4g} s; at one speed of the machine "
-        f"{ratio(line):.3f} of the mean of both; its host took {stolen} % of the processors ahead, "
-        "of the run, and after it"
+        f"predicted after it {line['predicted_after_s']:.4g} s; {plain:.3f} of the mean of both, "
+        f"at one speed of the machine {at_one_speed:.3f}; its host took {stolen} % of the "
+        "processors ahead, of the run, and after it"
     )
 
 

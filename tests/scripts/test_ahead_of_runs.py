@@ -75,9 +75,9 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
     assert (first["predicted_s"], first["predicted_after_s"]) == (1.0, 2.0)
     assert (second["predicted_s"], second["predicted_after_s"]) == (2.0, 4.0)
     # At the speed of the runs, 2 s were predicted each time.
-    one_speed = "at one speed of the machine 1.500 of the mean"
-    assert f"measured 3 s: 3.000; predicted after it 2 s; {one_speed}" in result.output
-    assert f"measured 3 s: 1.500; predicted after it 4 s; {one_speed}" in result.output
+    one_speed = "of the mean of both, at one speed of the machine 1.500"
+    assert f"measured 3 s: 3.000; predicted after it 2 s; 2.000 {one_speed}" in result.output
+    assert f"measured 3 s: 1.500; predicted after it 4 s; 1.000 {one_speed}" in result.output
 
 
 def test_table_says_how_far_the_runs_of_a_job_are_off_on_average(
