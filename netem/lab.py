@@ -38,7 +38,7 @@ _REFERENCE = Link(delay_ms=2.0, bandwidth_gbps=10.0)
 _WIDE = Link(delay_ms=0.0, bandwidth_gbps=100.0)  # netem is at work, but never the limit
 _LOOKS = 2
 _FULL_FRAME_BYTES = 1514
-_PACKETS = 1.5  # a full frame, and half of an acknowledgement: Linux sends one for two
+_PACKETS_A_FRAME = 1.5  # a full frame, and half of an acknowledgement: Linux sends one for two
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ def warnings(lab: Lab, network: Network) -> list[str]:
             f"a link asks {fastest_gbps:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all"
         )
     elif (total_gbps := _egress_gbps(lab, network)) > (
-        uncoalesced_gbps := lab.carries_packets / _PACKETS * _FULL_FRAME_BYTES * 8e-9
+        uncoalesced_gbps := lab.carries_packets / _PACKETS_A_FRAME * _FULL_FRAME_BYTES * 8e-9
     ):
         warnings_.append(
             f"all hosts may send {total_gbps:g} Gbit/s together; the router carries "

@@ -99,7 +99,9 @@ class Yardstick:
             thread.join()
 
     def speed(self, since: float, until: float) -> float:
-        """Products a second, the mean of all cores. Times are of `time.monotonic`."""
+        """Products a second, the mean of all cores; NaN where no look fell in between. Times are of
+        `time.monotonic`.
+        """
         speeds = []
         for at, speed in list(self._looks):
             if since <= at <= until:
@@ -115,8 +117,9 @@ class Yardstick:
             for _ in range(_PRODUCTS):
                 torch.mm(square, square)
             took_s = time.thread_time() - began
-            look = (time.monotonic(), _PRODUCTS / took_s)
-            self._looks.append(look)
+            at = time.monotonic()
+            speed = _PRODUCTS / took_s
+            self._looks.append((at, speed))
 
 
 class Predicted(NamedTuple):
@@ -214,7 +217,7 @@ def measured(job: str, overrides: tuple[str, ...], yardstick: Yardstick) -> Step
     for row in rows:
         if "step_s" in row:
             seconds.append(row["step_s"])
-    speed = yardstick.speed(times[0], times[-1])
+    speed = yardstick.speed(times[0], times[-1]) if times else math.nan
     return Steps(seconds[1:], speed)
 
 
@@ -243,10 +246,12 @@ def compared(
         "steps_s": steps.seconds,
         # Ahead, of the run, and after it.
         "stolen_percent": (ahead.stolen_percent, stolen.percent, after.stolen_percent),
-        "products_per_s": (ahead.speed, steps.speed, after.speed),
         "date": date.today().isoformat(),
         "commit": commit_of_tree(),
     }
+    speeds = (ahead.speed, steps.speed, after.speed)
+    if not any(map(math.isnan, speeds)):  # else the run was too short for a look
+        line["products_per_s"] = speeds
     return line, after
 
 
@@ -315,13 +320,15 @@ def alternate(job: str, overrides: tuple[str, ...], runs: int, results: Path) ->
 def said(line: dict[str, Any]) -> str:
     predicted_s = line["predicted_s"]
     took_s = line["measured_s"]
-    plain, at_one_speed = ratios(line).values()
+    words = []
+    for around, ratio in ratios(line).items():
+        words.append(f"{around} {ratio:.3f}")
+    found = ", ".join(words)
     stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
     return (
         f"predicted {predicted_s:.4g} s, measured {took_s:.4g} s: {took_s / predicted_s:.3f}; "
-        f"predicted after it {line['predicted_after_s']:.4g} s; {plain:.3f} of the mean of both, "
-        f"at one speed of the machine {at_one_speed:.3f}; its host took {stolen} % of the "
-        "processors ahead, of the run, and after it"
+        f"predicted after it {line['predicted_after_s']:.4g} s; by the mean of {found}; its host "
+        f"took {stolen} % of the processors ahead, of the run, and after it"
     )
 
 

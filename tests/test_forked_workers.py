@@ -150,7 +150,7 @@ def test_workers_end_once_enough_has_failed(
     )
     assert result.ret == 1
     assert result.parseoutcomes()["failed"] <= 5
-    result.stdout.fnmatch_lines(["*stopping after [345] failures*"])
+    result.stdout.fnmatch_lines(["*stopping after 3 failures*"])
     assert not [*pytester.path.glob("begun-*")]
 
 

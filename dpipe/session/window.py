@@ -15,9 +15,9 @@ BBR keeps its rate, but learns it too low from messages that come one at a time,
 connections that share a path, and stops sending for 0.2 s in ten. It is better where packets are
 lost at random, which Reno and CUBIC take for congestion.
 
-CUBIC ends its slow start at the first hint of a queue (HyStart), and takes a while to what a long
-path holds. Reno doubles until something is lost; from then on CUBIC is back sooner. So connections
-begin with Reno where the host has one of these two, and return to CUBIC once they lose.
+CUBIC ends its slow start at the first hint of a queue (HyStart), and then needs a while to fill a
+long path. Reno doubles its window until something is lost; after a loss CUBIC is back sooner. So a
+connection begins with Reno where the host has BBR or CUBIC, and takes CUBIC back after a loss.
 
 Where nothing is lost Reno and CUBIC fill whatever queue a router has, and the kernel lets 4 MiB be
 under way: seconds of a slow link, behind which signs of life wait. Where round trips say that it

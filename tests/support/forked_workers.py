@@ -205,8 +205,8 @@ class Phase:
                 assert isinstance(messages, Connection)
                 if not self._heard(listening[messages]):
                     del listening[messages]
-            if self._session.shouldfail or self._session.shouldstop:
-                self._end_early()
+                if self._session.shouldfail or self._session.shouldstop:
+                    self._end_early()
             # What a test has forked and left behind keeps the connection of a dead worker open.
             if not ready:
                 for worker in list(listening.values()):
