@@ -40,7 +40,8 @@ class Senders:
         thread = Thread(target=self._send, args=(number, num_bytes, end), daemon=True)
         thread.start()
         self._threads.append(thread)
-        until(lambda: number in self.began or len(self._uplink._turns) > asked)
+        # What asks first is on at once, and is known to be before another asks.
+        until(lambda: number in self.began or len(self._uplink._turns) > asked > 0)
 
     def _send(self, number: int, num_bytes: int, end: Event) -> None:
         with self._uplink.turn(num_bytes, Stream()):
