@@ -10,7 +10,9 @@ In a chain, as a stage has them: the others' parameters and activations pass thr
 between two uses of a layer. By itself, repeated, it would find its own there.
 
 Means over a stretch of time, not the best of a few: a machine of which this process has a share
-computes at full speed for a moment, and then not at all.
+computes at full speed for a moment, and then not at all. Between two micro-batches it rests as a
+stage does: the core of a virtual machine that rests now and then may be 5 % slower when it computes
+than one that never does.
 """
 
 import math
@@ -39,6 +41,7 @@ _MOST = 1000  # repetitions
 _ENOUGH = 12
 _LONGEST_S = 2.0
 _FEWEST = 3
+_MOST_IDLE = 0.5  # of the time, lest measuring takes long
 # Parameters of a chain: more than caches hold, and little beside what a stage of such layers takes.
 _CHAIN_BYTES = 256 << 20
 _MASKED = 0.15  # of the words, which a BERT predicts
@@ -141,12 +144,17 @@ class _Trial:
         self, first: int, inputs: Tensors, targets: torch.Tensor, *, splits_backward: bool
     ) -> Known:
         links = self._links(first, inputs, targets, splits_backward=splits_backward)
-        means = _repeated(links, targets, self.streams)
+        means = _repeated(links, targets, self.streams, self._idle())
         known: Known = {}
         # Of alike ones the first: the model's last layer passes on the loss.
         for link in links:
             known.setdefault(link.recipe, (means[link.recipe], link.outputs))
         return known
+
+    def _idle(self) -> float:
+        """The share of its time that a stage of 1F1B waits for others (Narayanan et al. 2021)."""
+        waits = self.config.pipeline.stages - 1
+        return min(waits / (waits + self.config.train.num_microbatches), _MOST_IDLE)
 
     def _links(
         self, first: int, inputs: Tensors, targets: torch.Tensor, *, splits_backward: bool
@@ -246,17 +254,21 @@ class _Clock:
 
 
 def _repeated(
-    links: Sequence[_Link], targets: torch.Tensor, streams: Streams
+    links: Sequence[_Link], targets: torch.Tensor, streams: Streams, idle: float
 ) -> dict[Hashable, Passes]:
-    """Mean seconds of each pass, by recipe."""
+    """Mean seconds of each pass, by recipe. Nothing is done for `idle` of the time."""
     clock = _Clock(streams)
     number = 0
-    began = time.perf_counter()
-    while _goes_on(number, (time.perf_counter() - began) / len(links)):
+    busy_s = 0.0
+    while _goes_on(number, busy_s / len(links)):
+        began = time.perf_counter()
         for link in links:
             link.forward(targets, clock)
         for link in reversed(links):
             link.backward(clock)
+        took_s = time.perf_counter() - began
+        time.sleep(took_s * idle / (1 - idle))
+        busy_s += took_s
         number += 1
     return clock.means()
 
