@@ -49,6 +49,17 @@ def test_one_machine_alone_is_measured_without_links(job: Path) -> None:
     assert cluster.measured.model == load(job).layers_digest()
 
 
+@pytest.mark.parametrize(("stages", "rests"), [(1, False), (2, True)])
+def test_layers_rest_between_micro_batches_where_a_stage_waits_for_others(
+    job: Path, monkeypatch: pytest.MonkeyPatch, stages: int, rests: bool
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(layers.time, "sleep", slept.append)
+    config = load(job, (f"pipeline.stages={stages}", "train.num_microbatches=8"))
+    layers.time_layers(config, (1,))
+    assert (max(slept) > 0) is rests
+
+
 def test_digest_is_that_of_the_model_and_its_precision_alone(job: Path) -> None:
     digest = load(job).layers_digest()
     assert load(job, ("train.steps=7", "transport.kind=tcp")).layers_digest() == digest
