@@ -195,13 +195,12 @@ def alternate(job: str, overrides: tuple[str, ...], runs: int, results: Path) ->
         append(results, line)
         took_s = line["measured_s"]
         after = Predicted(line["predicted_after_s"], line["stolen_percent"][-1])
-        steady = took_s / mean((ahead.step_s, after.step_s))
         stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
         click.echo(
             f"predicted {ahead.step_s:.4g} s, measured {took_s:.4g} s: "
-            f"{took_s / ahead.step_s:.3f}; predicted after it {after.step_s:.4g} s: {steady:.3f} "
-            f"of the mean of both; its host took {stolen} % of the processors ahead, of the run, "
-            "and after it"
+            f"{took_s / ahead.step_s:.3f}; predicted after it {after.step_s:.4g} s: "
+            f"{ratio(line):.3f} of the mean of both; its host took {stolen} % of the "
+            "processors ahead, of the run, and after it"
         )
         ahead = after
 

@@ -152,9 +152,13 @@ class _Trial:
         return known
 
     def _idle(self) -> float:
-        """The share of its time that a stage of 1F1B waits for others (Narayanan et al. 2021)."""
-        waits = self.config.pipeline.stages - 1
-        return min(waits / (waits + self.config.train.num_microbatches), _MOST_IDLE)
+        """The share of its time that a rank waits for others: the bubble of 1F1B, interleaved where
+        a rank has several stages (Narayanan et al. 2021).
+        """
+        pipeline = self.config.pipeline
+        waits = pipeline.stages // pipeline.stages_per_rank - 1
+        works = pipeline.stages_per_rank * self.config.train.num_microbatches
+        return min(waits / (waits + works), _MOST_IDLE)
 
     def _links(
         self, first: int, inputs: Tensors, targets: torch.Tensor, *, splits_backward: bool

@@ -49,13 +49,18 @@ def test_one_machine_alone_is_measured_without_links(job: Path) -> None:
     assert cluster.measured.model == load(job).layers_digest()
 
 
-@pytest.mark.parametrize(("stages", "rests"), [(1, False), (2, True)])
-def test_layers_rest_between_micro_batches_where_a_stage_waits_for_others(
-    job: Path, monkeypatch: pytest.MonkeyPatch, stages: int, rests: bool
+@pytest.mark.parametrize(
+    ("stages", "a_rank", "rests"), [(1, 1, False), (2, 1, True), (2, 2, False)]
+)
+def test_layers_rest_between_micro_batches_where_a_rank_waits_for_others(
+    job: Path, monkeypatch: pytest.MonkeyPatch, stages: int, a_rank: int, rests: bool
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(layers.time, "sleep", slept.append)
-    config = load(job, (f"pipeline.stages={stages}", "train.num_microbatches=8"))
+    cut = (f"pipeline.stages={stages}", f"pipeline.stages_per_rank={a_rank}")
+    schedule = "interleaved" if a_rank > 1 else "1f1b"
+    batches = ("train.num_microbatches=8", f"pipeline.schedule={schedule}")
+    config = load(job, (*cut, *batches))
     layers.time_layers(config, (1,))
     assert (max(slept) > 0) is rests
 
