@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dpipe.choices import function_at
 from dpipe.wire.format import FORMATS, INT8_BLOCK, OPTIONS, int8_bytes
-from dpipe.wire.packed import PackedCodec, blocks_of
+from dpipe.wire.packed import PackedCodec, blocks_of, in_cache
 from dpipe.wire.spec import TensorSpec
 
 _INT8_MAX = 127
@@ -99,13 +99,17 @@ class Int8(PackedCodec):
         return int8_bytes(num_values)
 
     def pack(self, flat: Tensor) -> Tensor:
-        blocks = blocks_of(flat, INT8_BLOCK).float()
+        blocks = blocks_of(flat, INT8_BLOCK)
         scales = _scales(blocks)
-        # A scale of 0 or nan gives nan or inf here; the scale alone says so at the other end.
-        rounded = (blocks / scales[:, None]).round_()
-        rounded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        quantized = rounded.to(torch.int8).view(-1)
-        codes = quantized[: flat.numel()]
+
+        quantized = torch.empty(blocks.shape, dtype=torch.int8, device=flat.device)
+        for part in in_cache(blocks):
+            # A scale of 0 or nan gives nan or inf here; the scale alone says so at the other end.
+            scaled = blocks[part].float() / scales[part, None]
+            rounded = scaled.round_()
+            quantized[part] = rounded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+        codes = quantized.view(-1)[: flat.numel()]
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
     def unpack(self, wire: Tensor, num_values: int) -> Tensor:
@@ -120,7 +124,8 @@ class Int8(PackedCodec):
 def _scales(blocks: Tensor) -> Tensor:
     """One scale a block: max|x| / 127; 0 where that is subnormal, nan where it is not finite."""
     # 127, not 128: without -128 the range is symmetric, and rounding has no bias.
-    scales = blocks.abs().amax(dim=1) / _INT8_MAX
+    largest = torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1))
+    scales = largest.float() / _INT8_MAX
     scales = torch.where(scales < _SMALLEST_SCALE, 0.0, scales)
     return torch.where(scales.isfinite(), scales, torch.nan)
 
@@ -140,8 +145,9 @@ def codec(name: str, *, remembers: bool = True) -> Codec:
     form = FORMATS.named(name)
     wire_codec: Codec = function_at(form.codec)()
     _, *options = name.split("+")
-    for option in map(OPTIONS.named, options):
+    for option in OPTIONS.values():
         # What goes by samples treats those that it does not know alike.
-        if remembers or option.by_sample or not option.remembers:
+        is_used = remembers or option.by_sample or not option.remembers
+        if is_used and option.name in options:
             wire_codec = function_at(option.codec)(wire_codec)
     return wire_codec

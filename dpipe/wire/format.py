@@ -30,6 +30,9 @@ SPARSE_GROUPS = 4
 _PLACE_BITS = 12
 EXPONENT_BLOCK = 128  # values that share a bf16 scale
 
+# (number of values, bytes of each) -> bytes on the wire
+NumBytes = Callable[[int, int], int]
+
 _TYPICAL_ROW = 1024  # of a matrix whose shape nobody has said, to compare formats
 
 
@@ -37,7 +40,7 @@ _TYPICAL_ROW = 1024  # of a matrix whose shape nobody has said, to compare forma
 class Format:
     name: str  # in configuration files
     codec: str  # "package.module:function" that makes its `codec.Codec`
-    num_bytes: Callable[[int, int], int]  # (number of values, bytes of each) -> bytes on the wire
+    num_bytes: NumBytes
     lossy: bool = True  # what is decoded may differ from what was encoded
     # Each value is rounded by itself: copies of a tensor stay equal wherever they are encoded, and
     # torch.distributed can add tensors as they are on the wire.
@@ -47,7 +50,7 @@ class Format:
     between_replicas: bool = True  # offered as data_parallel.wire
     # (rows, columns) -> bytes, of a format that depends on the shape: then `num_bytes` assumes one
     matrix_bytes: Callable[[int, int], int] | None = None
-    rotates: bool = False  # whether the option "hadamard" goes with it: it has blocks of INT_BLOCK
+    block: int = 0  # values that are rounded on one scale; 0: each is rounded by itself
     remembers: bool = False  # what is sent depends on what was sent before, which no checkpoint has
     by_sample: bool = False  # and that is what was sent of the same sample
 
@@ -83,7 +86,7 @@ def _int_blocks(bits: int) -> Format:
         partial(int_blocks_bytes, bits),
         elementwise=False,
         error_feedback=True,
-        rotates=True,
+        block=INT_BLOCK,
     )
 
 
@@ -130,6 +133,16 @@ def _low_rank(rank: int) -> Format:
     )
 
 
+def _as_many(num_bytes: NumBytes, num_values: int, value_bytes: int) -> int:
+    return num_bytes(num_values, value_bytes)
+
+
+def _with_outliers(num_bytes: NumBytes, num_values: int, value_bytes: int) -> int:
+    """Of each block of INT_BLOCK values one in bf16, and a byte for its place."""
+    num_padded = padded_to_block(num_values)
+    return num_bytes(num_padded, value_bytes) + 3 * num_padded // INT_BLOCK
+
+
 @dataclass(frozen=True)
 class FormatOption:
     """What can be added to the name of a format between stages: "int4+hadamard"."""
@@ -137,13 +150,21 @@ class FormatOption:
     name: str
     codec: str  # "package.module:Class" that wraps a `codec.Codec`
     goes_with: Callable[[Format], bool]
+    num_bytes: Callable[[NumBytes, int, int], int] = _as_many  # given the format's own
     remembers: bool = False  # what it sent before: not of passes that only evaluate
     by_sample: bool = False  # what it sent of the same sample before; goes with no other option
 
 
+# In this order they are put around a codec, in whatever order they are named.
 OPTIONS: Choices[FormatOption] = Choices(
     "option of a wire format",
-    FormatOption("hadamard", "dpipe.wire.options:Hadamard", lambda form: form.rotates),
+    FormatOption("hadamard", "dpipe.wire.options:Hadamard", lambda form: form.block == INT_BLOCK),
+    FormatOption(
+        "outlier",
+        "dpipe.wire.options:Outlier",
+        lambda form: form.block > 0,
+        num_bytes=_with_outliers,
+    ),
     FormatOption(
         "feedback",
         "dpipe.wire.options:Feedback",
@@ -182,10 +203,13 @@ class Formats(Choices[Format]):
                 f"wire format {name!r:.200}: what a sample has changed by is rounded by the format "
                 'alone; leave all options but "delta" out'
             )
-        # Of no option the bytes are more: it changes what the values are.
+        num_bytes = form.num_bytes
+        for option in options:
+            num_bytes = partial(OPTIONS.named(option).num_bytes, num_bytes)
         return replace(
             form,
             name=name,
+            num_bytes=num_bytes,
             between_replicas=form.between_replicas and not options,
             remembers=form.remembers or any(OPTIONS.named(each).remembers for each in options),
             by_sample=by_sample,
@@ -210,6 +234,7 @@ FORMATS = Formats(
         int8_bytes,
         elementwise=False,
         error_feedback=True,
+        block=INT8_BLOCK,
     ),
     _int_blocks(6),
     _int_blocks(4),

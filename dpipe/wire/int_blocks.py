@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from dpipe.wire.format import INT_BLOCK, int_blocks_bytes, padded_to_block
-from dpipe.wire.packed import PackedCodec
+from dpipe.wire.packed import PackedCodec, in_cache
 
 _PLANES = {6: (4, 2), 4: (4,), 3: (2, 1), 2: (2,)}
-_CHUNK = 1 << 18  # values that are worked on at once by each thread: what a core's cache holds
 # Rounding to bf16 changes a number by less than this share: ranges are widened by as much, so that
 # every value of a block lies between its first code and its last.
 _BF16_STEP = 2.0**-8
@@ -60,7 +59,7 @@ class IntBlocks(PackedCodec):
         packed = wire[first_plane:]
         codes = _unpack(packed, num_padded, self._bits).view(-1, INT_BLOCK)
         blocks = torch.empty(codes.shape, dtype=torch.float32, device=wire.device)
-        for part in _in_cache(codes):
+        for part in in_cache(codes):
             values = blocks[part]
             values.copy_(codes[part])
             values.mul_(scales[part]).add_(zeros[part])
@@ -89,7 +88,7 @@ class IntBlocks(PackedCodec):
         by_block = inverse[:, None]
         offset_by_block = offset[:, None]
         codes = torch.empty(blocks.shape, dtype=torch.int8, device=blocks.device)
-        for part in _in_cache(blocks):
+        for part in in_cache(blocks):
             # Signed, because torch makes them of fp32 seven times as fast as unsigned ones.
             scaled = blocks[part] * by_block[part]
             codes[part] = scaled.add_(offset_by_block[part])
@@ -106,17 +105,6 @@ def _filled_up(flat: Tensor) -> Tensor:
         return flat
     last = flat[-1:]
     return torch.cat([flat, last.expand(missing)])
-
-
-def _in_cache(blocks: Tensor) -> Iterator[slice]:
-    """Parts of all blocks, so that a second operator finds in the cache what the first one made;
-    on a GPU, where that brings nothing and each operator costs a launch, all at once.
-    """
-    size = len(blocks)
-    if blocks.device.type == "cpu":
-        size = torch.get_num_threads() * _CHUNK // INT_BLOCK
-    for start in range(0, len(blocks), max(1, size)):
-        yield slice(start, start + size)
 
 
 def _pack(codes: Tensor, bits: int) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """What goes around a codec: the options of `format.OPTIONS`, each a codec that holds another.
 
-"int4+hadamard+feedback"      Feedback(Hadamard(IntBlocks(4)))
+"int4+hadamard+outlier+feedback"      Feedback(Outlier(Hadamard(IntBlocks(4))))
 """
 
 from functools import cache
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from dpipe.wire.codec import Codec
 from dpipe.wire.format import INT_BLOCK, padded_to_block
+from dpipe.wire.packed import in_cache
 from dpipe.wire.spec import TensorSpec
+
+_SIGN_AND_PLACE_OFF = 0x7FFFFFFF - (INT_BLOCK - 1)
 
 
 class Hadamard:
@@ -28,16 +31,13 @@ class Hadamard:
     def encode(self, tensor: Tensor) -> Tensor:
         if not tensor.dtype.is_floating_point:
             return tensor.contiguous()
-        flat = tensor.detach().reshape(-1).float()
-        missing = padded_to_block(flat.numel()) - flat.numel()
-        blocks = torch.nn.functional.pad(flat, (0, missing)).view(-1, INT_BLOCK)
-        rotated = blocks @ hadamard_matrix(flat.device)
+        rotated = _blocks_of(tensor) @ hadamard_matrix(tensor.device)
         return self._inner.encode(rotated)
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
         if not like.dtype.is_floating_point:
             return wire
-        rotated = self._inner.decode(wire, _blocks_of(like))
+        rotated = self._inner.decode(wire, _spec_of_blocks(like))
         # The matrix is its own inverse.
         flat = (rotated @ hadamard_matrix(wire.device)).view(-1)
         return flat[: like.num_values].view(like.shape).to(like.dtype)
@@ -45,7 +45,70 @@ class Hadamard:
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
         if not like.dtype.is_floating_point:
             return like
-        return self._inner.wire_spec(_blocks_of(like))
+        return self._inner.wire_spec(_spec_of_blocks(like))
+
+
+class Outlier:
+    """Of each block of 64 values the largest is sent beside the others, in bf16 (Dettmers et al.
+    2022 keep the columns of a matrix that have such values apart).
+
+        [ the others, in the inner format | value | value | ... | place | place | ... ]
+                                            bf16                  a byte
+
+    Models that are trained on texts of the web have single values that are thousands of times as
+    large as the others, in the first token of a sequence most of all ("massive activations", Sun et
+    al. 2024). The block's own range is that of the others then. The value that is sent has an error
+    of at most |x| / 256; its neighbour's stands for it among the others.
+
+    The largest is found but for the last six bits of its mantissa, which hold its place meanwhile.
+    """
+
+    def __init__(self, inner: Codec) -> None:
+        self._inner = inner
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor.contiguous()
+        others = _blocks_of(tensor)
+        values = []
+        places = []
+        for part in in_cache(others):
+            blocks = others[part]
+            at = _places_of_largest(blocks)
+            largest = blocks.gather(1, at).bfloat16()
+            values.append(largest.view(torch.uint8).view(-1))
+            places.append(at.to(torch.uint8).view(-1))
+
+            neighbours = blocks.gather(1, at ^ 1)
+            blocks.scatter_(1, at, neighbours)
+
+        wire = self._inner.encode(others)
+        return torch.cat([wire, *values, *places])
+
+    def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
+        if not like.dtype.is_floating_point:
+            return wire
+        spec = _spec_of_blocks(like)
+        num_blocks = spec.shape[0]
+        num_inner = wire.numel() - 3 * num_blocks
+        inner, values, places = wire.split([num_inner, 2 * num_blocks, num_blocks])
+
+        # A copy is aligned as a view of two bytes must be.
+        aligned = values.clone()
+        largest = aligned.view(torch.bfloat16).float()
+        at = places.long() % INT_BLOCK
+
+        blocks = self._inner.decode(inner, spec)
+        blocks.scatter_(1, at.view(-1, 1), largest.view(-1, 1))
+        return blocks.view(-1)[: like.num_values].view(like.shape).to(like.dtype)
+
+    def wire_spec(self, like: TensorSpec) -> TensorSpec:
+        if not like.dtype.is_floating_point:
+            return like
+        spec = _spec_of_blocks(like)
+        num_inner = self._inner.wire_spec(spec).num_bytes
+        num_blocks = spec.shape[0]
+        return TensorSpec((num_inner + 3 * num_blocks,), torch.uint8)
 
 
 class Feedback:
@@ -88,7 +151,23 @@ def hadamard_matrix(device: torch.device) -> Tensor:
     return orthonormal.to(device)
 
 
-def _blocks_of(like: TensorSpec) -> TensorSpec:
-    """The rotated tensor."""
+def _blocks_of(tensor: Tensor) -> Tensor:
+    """[blocks, INT_BLOCK] of fp32, in memory of their own."""
+    flat = tensor.detach().reshape(-1).float()
+    missing = padded_to_block(flat.numel()) - flat.numel()
+    # Padding by nothing copies, too.
+    return torch.nn.functional.pad(flat, (0, missing)).view(-1, INT_BLOCK)
+
+
+def _spec_of_blocks(like: TensorSpec) -> TensorSpec:
     num_blocks = padded_to_block(like.num_values) // INT_BLOCK
     return TensorSpec((num_blocks, INT_BLOCK), torch.float32)
+
+
+def _places_of_largest(blocks: Tensor) -> Tensor:
+    """[blocks, 1]; many times as fast as `argmax`. What is not finite counts as the largest."""
+    places = torch.arange(INT_BLOCK, dtype=torch.int32, device=blocks.device)
+    # As integers, positive floating-point numbers are in the same order.
+    sizes = blocks.view(torch.int32).bitwise_and(_SIGN_AND_PLACE_OFF)
+    largest = sizes.bitwise_or_(places).amax(dim=1, keepdim=True)
+    return largest.bitwise_and_(INT_BLOCK - 1).long()

@@ -4,12 +4,15 @@ tensor --> flat [N] --pack--> bytes ===> bytes --unpack--> flat [N] --> tensor
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dpipe.wire.spec import TensorSpec
+
+_CHUNK = 1 << 18  # values that are worked on at once by each thread: what a core's cache holds
 
 
 class PackedCodec(ABC):
@@ -50,3 +53,16 @@ def blocks_of(flat: Tensor, size: int) -> Tensor:
     """[blocks, `size`]; the last block is filled up with zeros."""
     missing = -flat.numel() % size
     return pad(flat, (0, missing)).view(-1, size)
+
+
+def in_cache(blocks: Tensor) -> Iterator[slice]:
+    """Parts of all blocks, so that a second operator finds in the cache what the first one made;
+    on a GPU, where that brings nothing and each operator costs a launch, all at once.
+    """
+    size = len(blocks)
+    if blocks.device.type == "cpu":
+        values_at_once = torch.get_num_threads() * _CHUNK
+        size = values_at_once // blocks.shape[1]
+    size = max(1, size)
+    for start in range(0, len(blocks), size):
+        yield slice(start, start + size)

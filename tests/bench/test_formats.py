@@ -20,6 +20,9 @@ def test_row_has_bits_errors_and_rates(monkeypatch) -> None:
     rotated = measure_format("int4+hadamard", silent())
     assert plain["bits a value"] == rotated["bits a value"] == 4.5
     assert rotated["with outliers"] < 0.9 * plain["with outliers"]
+    apart = measure_format("int4+outlier", silent())
+    assert apart["bits a value"] == 4.875
+    assert apart["with outliers"] < 0.3 * plain["with outliers"]
     assert plain["encode, GB/s"] > 0
     assert plain["decode, GB/s"] > 0
     assert torch.get_num_threads() == num_threads

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from dpipe.wire.codec import codec
 from dpipe.wire.format import INT_BLOCK, wire_bytes
-from dpipe.wire.int_blocks import IntBlocks
 from dpipe.wire.spec import TensorSpec
 
 BITS = (6, 4, 3, 2)
@@ -75,8 +74,11 @@ def test_constant_block_arrives_within_a_hundredth(value: float) -> None:
     torch.testing.assert_close(over_the_wire("int2", tensor), tensor, rtol=0.01, atol=1e-36)
 
 
-def test_what_is_done_in_parts_equals_what_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4", "int4+outlier"])
+def test_what_is_done_in_parts_equals_what_is_done_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = torch.randn(10 * INT_BLOCK + 5, generator=torch.Generator().manual_seed(1))
-    at_once = IntBlocks(4).encode(tensor)
-    monkeypatch.setattr("dpipe.wire.int_blocks._CHUNK", 2 * INT_BLOCK)
-    assert torch.equal(IntBlocks(4).encode(tensor), at_once)
+    at_once = codec(name).encode(tensor)
+    monkeypatch.setattr("dpipe.wire.packed._CHUNK", 2 * INT_BLOCK)
+    assert torch.equal(codec(name).encode(tensor), at_once)

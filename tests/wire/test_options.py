@@ -7,7 +7,15 @@ from dpipe.wire.format import FORMATS, INT_BLOCK, wire_bytes
 from dpipe.wire.options import hadamard_matrix
 from dpipe.wire.spec import TensorSpec
 
-NAMES = ["int4+hadamard", "int4+feedback", "int8+feedback", "int3+hadamard+feedback"]
+BITS_MORE = {
+    "int4+hadamard": 0,
+    "int4+feedback": 0,
+    "int8+feedback": 0,
+    "int3+hadamard+feedback": 0,
+    "int8+outlier": 0.375,
+    "int4+hadamard+outlier": 0.375,
+}
+NAMES = list(BITS_MORE)
 
 
 def seeded(*shape: int) -> torch.Tensor:
@@ -22,14 +30,24 @@ def error_of(name: str, tensor: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (3, INT_BLOCK + 1)], ids=str)
-def test_option_changes_neither_shape_nor_size(name: str, shape: tuple[int, ...]) -> None:
+def test_option_changes_no_shape_and_has_the_size_that_is_said(
+    name: str, shape: tuple[int, ...]
+) -> None:
     tensor = seeded(*shape)
     like = TensorSpec.of(tensor)
     wire = codec(name).encode(tensor)
     assert TensorSpec.of(wire) == codec(name).wire_spec(like)
     assert wire.nbytes == wire_bytes(name, tensor.numel())
-    assert wire_bytes(name, 1000) == wire_bytes(name.partition("+")[0], 1000)
     assert TensorSpec.of(codec(name).decode(wire, like)) == like
+
+
+@pytest.mark.parametrize(("name", "bits"), BITS_MORE.items())
+def test_option_takes_so_many_bits_a_value(name: str, bits: float) -> None:
+    plain = name.partition("+")[0]
+    assert (
+        wire_bytes(name, 1 << 20) * 8 / (1 << 20) - wire_bytes(plain, 1 << 20) * 8 / (1 << 20)
+        == bits
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,6 +69,69 @@ def test_rotation_spreads_outliers_and_gains_nothing_without() -> None:
     outliers[:, 7] *= 100
     assert error_of("int4+hadamard", outliers) < 0.5 * error_of("int4", outliers)
     assert error_of("int4+hadamard", plain) == pytest.approx(error_of("int4", plain), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("place", [0, 7, INT_BLOCK - 1])
+def test_outlier_leaves_the_others_the_range_that_they_have_without_it(
+    name: str, place: int
+) -> None:
+    plain = seeded(4, INT_BLOCK)
+    tensor = plain.clone()
+    tensor[:, place] = torch.tensor([1000.0, -1000.0, 30.0, -30.0])
+    coder = codec(f"{name}+outlier")
+    arrived = coder.decode(coder.encode(tensor), TensorSpec.of(tensor))
+    torch.testing.assert_close(arrived[:, place], tensor[:, place], rtol=2**-8, atol=0)
+    others = torch.arange(INT_BLOCK) != place
+    errors = (arrived - tensor)[:, others].norm()
+    assert errors < 1.2 * (decoded(name, plain) - plain).norm()
+
+
+def decoded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    coder = codec(name)
+    return coder.decode(coder.encode(tensor), TensorSpec.of(tensor))
+
+
+def test_block_whose_values_are_alike_keeps_their_small_range_with_an_outlier() -> None:
+    """A 0 in the outlier's place would widen it to 100."""
+    tensor = 100 + seeded(INT_BLOCK)
+    arrived = decoded("int4+outlier", tensor)
+    torch.testing.assert_close(arrived, tensor, rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_value_that_is_not_finite_is_an_outlier(value: float) -> None:
+    tensor = seeded(INT_BLOCK)
+    tensor[9] = value
+    arrived = decoded("int4+outlier", tensor)
+    torch.testing.assert_close(arrived[9], tensor[9], equal_nan=True)
+    assert int(arrived.isfinite().sum()) == INT_BLOCK - 1
+
+
+def test_two_values_that_are_not_finite_do_not_arrive_as_numbers() -> None:
+    tensor = seeded(INT_BLOCK)
+    tensor[[9, 40]] = float("inf")
+    assert not decoded("int4+outlier", tensor)[[9, 40]].isfinite().any()
+
+
+def test_any_bytes_from_another_machine_are_decoded_as_outliers() -> None:
+    like = TensorSpec((3, INT_BLOCK), torch.float32)
+    coder = codec("int4+outlier")
+    wire = torch.full(coder.wire_spec(like).shape, 255, dtype=torch.uint8)
+    assert TensorSpec.of(coder.decode(wire, like)) == like
+
+
+def test_encoding_an_outlier_changes_nothing_at_home() -> None:
+    tensor = seeded(2, INT_BLOCK)
+    before = tensor.clone()
+    codec("int4+outlier").encode(tensor)
+    assert torch.equal(tensor, before)
+
+
+def test_order_in_which_options_are_named_does_not_matter() -> None:
+    tensor = seeded(8, INT_BLOCK)
+    one = codec("int4+hadamard+outlier").encode(tensor)
+    assert torch.equal(codec("int4+outlier+hadamard").encode(tensor), one)
 
 
 def test_feedback_makes_the_mean_of_what_arrives_exact() -> None:
@@ -87,6 +168,7 @@ def test_evaluation_is_the_same_for_every_tensor() -> None:
     [
         ("int4+hadamrd", "got 'hadamrd'; did you mean \"hadamard\""),
         ("int8+hadamard", 'option "hadamard" does not go with "int8"'),
+        ("bf16+outlier", 'option "outlier" does not go with "bf16"'),
         ("none+feedback", 'option "feedback" does not go with "none"'),
         ("int4+feedback+feedback", "names an option twice"),
         ("zip+feedback", "got 'zip'"),
