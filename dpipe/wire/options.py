@@ -31,7 +31,11 @@ class Hadamard:
     def encode(self, tensor: Tensor) -> Tensor:
         if not tensor.dtype.is_floating_point:
             return tensor.contiguous()
-        rotated = _blocks_of(tensor) @ hadamard_matrix(tensor.device)
+        blocks = _blocks_of(tensor)
+        rotated = torch.empty_like(blocks)
+        matrix = hadamard_matrix(blocks.device)
+        for part in in_cache(blocks):
+            torch.mm(blocks[part], matrix, out=rotated[part])
         return self._inner.encode(rotated)
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
@@ -39,8 +43,10 @@ class Hadamard:
             return wire
         rotated = self._inner.decode(wire, _spec_of_blocks(like))
         # The matrix is its own inverse.
-        flat = (rotated @ hadamard_matrix(wire.device)).view(-1)
-        return flat[: like.num_values].view(like.shape).to(like.dtype)
+        matrix = hadamard_matrix(rotated.device)
+        for part in in_cache(rotated):
+            rotated[part] = rotated[part] @ matrix
+        return rotated.view(-1)[: like.num_values].view(like.shape).to(like.dtype)
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
         if not like.dtype.is_floating_point:
@@ -69,7 +75,7 @@ class Outlier:
     def encode(self, tensor: Tensor) -> Tensor:
         if not tensor.dtype.is_floating_point:
             return tensor.contiguous()
-        others = _blocks_of(tensor)
+        others = _blocks_of(tensor).clone()
         values = []
         places = []
         for part in in_cache(others):
@@ -152,11 +158,12 @@ def hadamard_matrix(device: torch.device) -> Tensor:
 
 
 def _blocks_of(tensor: Tensor) -> Tensor:
-    """[blocks, INT_BLOCK] of fp32, in memory of their own."""
+    """[blocks, INT_BLOCK] of fp32; may share memory with `tensor`."""
     flat = tensor.detach().reshape(-1).float()
     missing = padded_to_block(flat.numel()) - flat.numel()
-    # Padding by nothing copies, too.
-    return torch.nn.functional.pad(flat, (0, missing)).view(-1, INT_BLOCK)
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.view(-1, INT_BLOCK)
 
 
 def _spec_of_blocks(like: TensorSpec) -> TensorSpec:
