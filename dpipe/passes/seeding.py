@@ -6,10 +6,13 @@ cut, under any schedule, and when its forward pass is run again.
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 # torch's default generators belong to the process, and ranks may be threads of one.
 _LOCK = threading.Lock()
@@ -64,6 +67,26 @@ def same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     generators = getattr(_DRAWING, "generators", ())
     states = [generator.get_state() for generator in generators]
     return nullcontext(), _restored(generators, states)
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside, what `torch.nn.init` would draw for a parameter is left as its memory is: for layers
+    whose parameters are all read afterwards. To draw a billion of them takes some twenty seconds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        tensor = args[0] if args else named.get("tensor")
+        draws = getattr(func, "__module__", None) == nn.init.__name__
+        if draws and isinstance(tensor, nn.Parameter):
+            return tensor
+        return func(*args, **named)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Text from a checkpoint: all layers in this process, one token at a time."""
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from dpipe.config.load import Config
 from dpipe.data.sampling import KeyCache, continue_ids
 from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.hub.extra import hub_function
+from dpipe.passes.seeding import Undrawn
 from dpipe.plan.run_plan import make_model
 from dpipe.stage.families import FAMILIES
 from dpipe.stage.model import materialise, saved_buffers
@@ -175,10 +177,13 @@ def load_all_layers(
     """
     # What an adapter began from may be gone: the checkpoint has all of it.
     model = make_model(config.with_(adapter__start=None))
-    layers = [
-        materialise(model, index, config.train.seed, "cpu").eval()
-        for index in range(len(model.layers))
-    ]
+    # A user's own layers may compute something from what they have drawn.
+    is_ours = config.model.family.builder is not None
+    with Undrawn() if is_ours else nullcontext():
+        layers = [
+            materialise(model, index, config.train.seed, "cpu").eval()
+            for index in range(len(model.layers))
+        ]
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):

@@ -1,8 +1,9 @@
 import threading
 
 import torch
+from torch import nn
 
-from dpipe.passes.seeding import paused, seeded
+from dpipe.passes.seeding import Undrawn, paused, seeded
 
 
 def draw(*key: str | int) -> list[float]:
@@ -47,3 +48,28 @@ def test_interleaved_threads_draw_by_their_keys() -> None:
             thread.join(10)
         drawn += torch.rand(2).tolist()
     assert (drawn, other) == (draw("draw", 1), draw("draw", 2))
+
+
+class Noisy(nn.Module):
+    """A parameter that is drawn, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        nn.init.normal_(self.weight)
+        self.register_buffer("noise", torch.zeros(4))
+        nn.init.normal_(self.noise)
+
+
+def test_buffers_alone_are_drawn_where_parameters_are_read_afterwards() -> None:
+    with Undrawn():
+        layer = Noisy()
+    assert torch.equal(layer.weight, torch.ones(4))
+    assert layer.noise.all()
+
+
+def test_layers_of_torch_draw_nothing_where_parameters_are_read_afterwards() -> None:
+    before = torch.get_rng_state()
+    with Undrawn():
+        nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 6), nn.Conv1d(2, 2, 3))
+    assert torch.equal(torch.get_rng_state(), before)

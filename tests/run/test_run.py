@@ -22,7 +22,7 @@ from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, 
 from dpipe.plan.run_plan import draft
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs, load_trace, write_chrome
-from dpipe.run.generate import generate_text
+from dpipe.run.generate import generate_text, load_all_layers
 from dpipe.run.results import sample_text
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
@@ -435,6 +435,19 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
     assert len(text) > len("The quick")
     with pytest.raises(DataError, match=r"the prompt 'na\\udcefve' is not UTF-8"):
         generate_text(Path(config.run.folder), "na\udcefve", tokens=5, temperature=0, seed=0)
+
+
+def test_layers_to_continue_with_have_the_values_of_the_checkpoint(
+    tiny: Make, losses: Losses
+) -> None:
+    """All of them: nothing is drawn before."""
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    url = checkpoint_url(config)
+    saved = checkpoint.load(url, lambda name: name.startswith("layers.")).tensors
+    for index, layer in enumerate(load_all_layers(config, url)):
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter, saved[f"layers.{index}.{name}"])
 
 
 class Heavy(nn.Flatten):
