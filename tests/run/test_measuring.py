@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from statistics import median
 
 import pytest
 from click.testing import CliRunner, Result
@@ -49,20 +50,52 @@ def test_one_machine_alone_is_measured_without_links(job: Path) -> None:
     assert cluster.measured.model == load(job).layers_digest()
 
 
+class TickingClock:
+    """Of a machine on which a millisecond passes between two looks at the clock."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []  # of the time since it last woke, that it then slept
+        self._now = 0.0
+        self._woke = 0.0
+
+    def perf_counter(self) -> float:
+        self._now += 0.001
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        worked = self._now - self._woke - 0.001  # without the look at which it began
+        self.shares.append(seconds / (seconds + worked))
+        self._now += seconds
+        self._woke = self._now
+
+
 @pytest.mark.parametrize(
-    ("stages", "a_rank", "rests"), [(1, 1, False), (2, 1, True), (2, 2, False)]
+    ("stages", "a_rank", "batches", "idle"),
+    [
+        (1, 1, 8, 0),
+        (2, 1, 8, 1 / 9),
+        pytest.param(2, 2, 8, 0, id="a rank with both stages waits for nobody"),
+        pytest.param(4, 1, 1, 1 / 2, id="of three quarters no more than a half"),
+    ],
 )
-def test_layers_rest_between_micro_batches_where_a_rank_waits_for_others(
-    job: Path, monkeypatch: pytest.MonkeyPatch, stages: int, a_rank: int, rests: bool
+def test_layers_rest_between_micro_batches_as_long_as_a_rank_waits_for_others(
+    job: Path, monkeypatch: pytest.MonkeyPatch, stages: int, a_rank: int, batches: int, idle: float
 ) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(layers.time, "sleep", slept.append)
-    cut = (f"pipeline.stages={stages}", f"pipeline.stages_per_rank={a_rank}")
+    clock = TickingClock()
+    monkeypatch.setattr(layers, "time", clock)
     schedule = "interleaved" if a_rank > 1 else "1f1b"
-    batches = ("train.num_microbatches=8", f"pipeline.schedule={schedule}")
-    config = load(job, (*cut, *batches))
+    config = load(
+        job,
+        (
+            f"pipeline.stages={stages}",
+            f"pipeline.stages_per_rank={a_rank}",
+            f"pipeline.schedule={schedule}",
+            f"train.batch_size={batches}",
+            f"train.num_microbatches={batches}",
+        ),
+    )
     layers.time_layers(config, (1,))
-    assert (max(slept) > 0) is rests
+    assert median(clock.shares) == pytest.approx(idle)
 
 
 def test_digest_is_that_of_the_model_and_its_precision_alone(job: Path) -> None:
