@@ -309,18 +309,23 @@ def test_feedback_brings_four_bits_backward_within_a_percent() -> None:
 
 
 def test_fine_tuning_over_few_bits() -> None:
-    lines = {line["name"]: line for line in lines_of("convergence_finetune")}
-    rounded = lines["int4 forward, int8 backward"]
+    lines = lines_of("convergence_finetune")
+    first = {line["name"]: line["held_out_loss"]["0"] for line in reversed(lines)}
     section = in_results("What fewer bits cost a fine-tuning")
-    before = [f"{line['held_out_loss']['0']:.3f}" for line in (rounded, lines["fp32"])]
-    assert "`int4` forward has {} nats, and fp32 {}".format(*before) in section
-    fp32 = lines["fp32"]["final_held_out_loss"]
-    (of_it,) = re.findall(r"has ([\d.]+) nats when it is resumed", section)
-    all_percent = (rounded["final_held_out_loss"] / fp32 - 1) * 100
-    learned = (float(of_it) / fp32 - 1) * 100
-    assert f"of its {all_percent:.1f} %, {learned:.1f} % are what it has learned less" in section
-    (deltas,) = above(by_name("convergence_finetune"), "int4 deltas forward, int8 backward")
-    assert f"with as many bits cost {deltas:.1f} %" in section
+    rounded = "fp32 has {:.3f} nats, `int8` {:.3f} and `int4` forward {:.3f}"
+    names = ("fp32", "int8", "int4 forward, int8 backward")
+    assert rounded.format(*(first[name] for name in names)) in section
+    for name in ("int8+outlier", "int6+hadamard+outlier", "int4+hadamard+outlier"):
+        assert f"`{name}` {first[name]:.3f}" in section
+
+
+def test_an_outlier_apart_leaves_a_fine_tuning_its_loss() -> None:
+    losses = by_name("convergence_finetune")
+    for name in ("int8+outlier", "int6+hadamard+outlier"):
+        assert max(map(abs, above(losses, name))) < 0.1
+    assert min(above(losses, "int8")) > 1
+    page = one_line(text_of(DOCS / "wire-formats.md"))
+    assert "`int6+hadamard+outlier` cost less than 0.1 % of the loss" in page
 
 
 def test_losses_of_bottlenecks_vary_by_seed() -> None:
