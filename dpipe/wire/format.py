@@ -50,7 +50,7 @@ class Format:
     between_replicas: bool = True  # offered as data_parallel.wire
     # (rows, columns) -> bytes, of a format that depends on the shape: then `num_bytes` assumes one
     matrix_bytes: Callable[[int, int], int] | None = None
-    block: int = 0  # values that are rounded on one scale; 0: each is rounded by itself
+    block: int = 0  # values that share a scale; 0: none do, or no option looks at them
     remembers: bool = False  # what is sent depends on what was sent before, which no checkpoint has
     by_sample: bool = False  # and that is what was sent of the same sample
 

@@ -61,12 +61,12 @@ class Outlier:
         [ the others, in the inner format | value | value | ... | place | place | ... ]
                                             bf16                  a byte
 
-    Models that are trained on texts of the web have single values that are thousands of times as
-    large as the others, in the first token of a sequence most of all ("massive activations", Sun et
-    al. 2024). The block's own range is that of the others then. The value that is sent has an error
-    of at most |x| / 256; its neighbour's stands for it among the others.
+    Published language models have single values that are thousands of times as large as the others,
+    in the first token of a sequence most of all ("massive activations", Sun et al. 2024). Apart
+    from them a block has the range of its other values, among which a neighbour's stands for the
+    largest. The largest has an error of at most |x| / 256.
 
-    The largest is found but for the last six bits of its mantissa, which hold its place meanwhile.
+    It is the largest but for the last six bits of the mantissa, which hold its place meanwhile.
     """
 
     def __init__(self, inner: Codec) -> None:
