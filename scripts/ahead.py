@@ -11,9 +11,9 @@ steps then take on this machine.
 
 A machine's speed may change by more than a prediction is wrong by. So it is measured before each
 run and after it, with a process for each rank, as they will share the machine's cores; and noted is
-what share of the processors' time a virtual machine's host took from it meanwhile. A line of JSON
-for each run is appended to the results. The table says how far the runs of a job are off on
-average, and how well so many runs can tell.
+what share of the processors' time a virtual machine's host took from it meanwhile. All runs are cut
+into stages as the first prediction says. A line of JSON for each run is appended to the results.
+The table says how far the runs of a job are off on average, and how well so many runs can tell.
 """
 
 import json
@@ -70,18 +70,26 @@ class Stolen:
 
 class Predicted(NamedTuple):
     step_s: float
+    split: list[int]  # layers a stage: `--machines` cuts by what was measured
     stolen_percent: float  # while the machine was measured
 
+    @property
+    def as_cut(self) -> str:
+        """The override that cuts a run as it was predicted."""
+        return f"pipeline.split={self.split}"
 
-def predicted(job: str, overrides: tuple[str, ...]) -> Predicted:
-    """What `dpipe simulate` says of a step on this machine as it is now."""
+
+def predicted(job: str, overrides: tuple[str, ...], *cut: str) -> Predicted:
+    """What `dpipe simulate` says of a step on this machine as it is now; without `cut`, of the cut
+    that is best there.
+    """
     with TemporaryDirectory() as folder:
         machines = Path(folder) / "machines.toml"
         with Stolen() as stolen:
             _measure(job, overrides, machines)
-        argv = _dpipe("simulate", job, overrides, f"--machines={machines}", "--json")
-        said = subprocess.check_output(argv, env=environment(), text=True)
-    return Predicted(float(json.loads(said)["step_s"]), stolen.percent)
+        argv = _dpipe("simulate", job, (*overrides, *cut), f"--machines={machines}", "--json")
+        said = json.loads(subprocess.check_output(argv, env=environment(), text=True))
+    return Predicted(said["step_s"], said["layers_per_stage"], stolen.percent)
 
 
 def _measure(job: str, overrides: tuple[str, ...], file: Path) -> None:
@@ -128,12 +136,13 @@ def measured_s(job: str, overrides: tuple[str, ...]) -> list[float]:
 def compared(job: str, overrides: tuple[str, ...], ahead: Predicted) -> dict[str, Any]:
     """A run, with what was predicted ahead of it and what after it."""
     with Stolen() as stolen:
-        steps_s = measured_s(job, overrides)
-    after = predicted(job, overrides)
+        steps_s = measured_s(job, (*overrides, ahead.as_cut))
+    after = predicted(job, overrides, ahead.as_cut)
     today = date.today()
     return {
         "job": job,
         "overrides": overrides,
+        "split": ahead.split,
         "predicted_s": ahead.step_s,
         "predicted_after_s": after.step_s,
         "measured_s": median(steps_s),
@@ -194,7 +203,7 @@ def alternate(job: str, overrides: tuple[str, ...], runs: int, results: Path) ->
         line = compared(job, overrides, ahead)
         append(results, line)
         took_s = line["measured_s"]
-        after = Predicted(line["predicted_after_s"], line["stolen_percent"][-1])
+        after = Predicted(line["predicted_after_s"], line["split"], line["stolen_percent"][-1])
         stolen = " %, ".join(f"{percent:g}" for percent in line["stolen_percent"])
         click.echo(
             f"predicted {ahead.step_s:.4g} s, measured {took_s:.4g} s: "

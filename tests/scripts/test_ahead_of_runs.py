@@ -57,7 +57,7 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
 ) -> None:
     module = script("ahead")
     speeds = iter([1.0, 2.0, 4.0])
-    monkeypatch.setattr(module, "predicted", lambda *_: module.Predicted(next(speeds), 0.5))
+    monkeypatch.setattr(module, "predicted", lambda *_: module.Predicted(next(speeds), [2], 0.5))
     monkeypatch.setattr(module, "measured_s", lambda *_: [3.0, 3.0, 9.0])
     job = tmp_path / "job.toml"
     job.write_text("")
@@ -70,6 +70,33 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
     assert (second["predicted_s"], second["predicted_after_s"]) == (2.0, 4.0)
     assert "measured 3 s: 3.000; predicted after it 2 s: 2.000 of the mean" in result.output
     assert "measured 3 s: 1.500; predicted after it 4 s: 1.000 of the mean" in result.output
+
+
+def test_runs_are_cut_as_the_first_prediction_says(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("ahead")
+    cuts_of_predictions: list[tuple[str, ...]] = []
+    overrides_of_runs: list[tuple[str, ...]] = []
+
+    def predict(_job: str, _overrides: tuple[str, ...], *cut: str) -> object:
+        cuts_of_predictions.append(cut)
+        return module.Predicted(1.0, [3, 1], 0.0)
+
+    def run(_job: str, overrides: tuple[str, ...]) -> list[float]:
+        overrides_of_runs.append(overrides)
+        return [1.0]
+
+    monkeypatch.setattr(module, "predicted", predict)
+    monkeypatch.setattr(module, "measured_s", run)
+    results = tmp_path / "ahead.jsonl"
+    module.alternate("job.toml", ("a=1",), 2, results)
+    cut = "pipeline.split=[3, 1]"
+    assert cuts_of_predictions == [(), (cut,), (cut,)]
+    assert overrides_of_runs == [("a=1", cut), ("a=1", cut)]
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["split"] for line in lines] == [[3, 1], [3, 1]]
+    assert [line["overrides"] for line in lines] == [["a=1"], ["a=1"]]
 
 
 def test_table_says_how_far_the_runs_of_a_job_are_off_on_average(
