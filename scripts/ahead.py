@@ -43,7 +43,16 @@ RESULTS = ROOT / "scripts/results/ahead.jsonl"
 _MEASURE_S = 900.0
 _RUN_S = 3600.0
 _LENGTH = ("train.steps=", "train.eval_")  # overrides of how long a run is, not of what a step is
-_HEAD = ("job", "predicted", "runs", "measured / predicted", "standard error", "least", "most")
+_HEAD = (
+    "job",
+    "layers a stage, as predicted",
+    "predicted",
+    "runs",
+    "measured / predicted",
+    "standard error",
+    "least",
+    "most",
+)
 
 
 class Stolen:
@@ -162,24 +171,26 @@ def ratio(line: dict[str, Any]) -> float:
 
 
 def summaries(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Rows of the table: for each job and its overrides, the mean of its runs' ratios, with its
-    standard error. Runs that follow each other share a prediction, so that it is a little larger.
+    """Rows of the table: for each job, its overrides and its cut, the mean of its runs' ratios,
+    with its standard error. Runs that follow each other share a prediction, so that it is a little
+    larger.
     """
-    ratios = defaultdict[tuple[str, str], list[float]](list)
+    ratios = defaultdict[tuple[str, str, str], list[float]](list)
     for line in lines:
         words = [line["job"]]
         for override in line["overrides"]:
             if not override.startswith(_LENGTH):
                 words.append(override)
         around = "ahead and after" if "predicted_after_s" in line else "ahead"
-        ratios[" ".join(words), around].append(ratio(line))
+        cut = ", ".join(map(str, line.get("split", ())))  # earlier lines have none
+        ratios[" ".join(words), cut, around].append(ratio(line))
     rows = []
-    for (job, around), each in ratios.items():
+    for (job, cut, around), each in ratios.items():
         error = ""
         if len(each) > 1:
             error = f"{stdev(each) / math.sqrt(len(each)):.3f}"
         numbers = [f"{mean(each):.3f}", error, f"{min(each):.3f}", f"{max(each):.3f}"]
-        rows.append([job, around, str(len(each)), *numbers])
+        rows.append([job, cut, around, str(len(each)), *numbers])
     return rows
 
 

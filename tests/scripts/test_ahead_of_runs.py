@@ -107,6 +107,7 @@ def test_table_says_how_far_the_runs_of_a_job_are_off_on_average(
         {"overrides": ["train.steps=5", "a=1"], "measured_s": 2.1, "predicted_after_s": 3.0},
         {"overrides": ["a=1", "train.steps=9"], "measured_s": 1.9, "predicted_after_s": 1.0},
         {"overrides": ["a=1"], "measured_s": 1.2},
+        {"overrides": ["a=1"], "measured_s": 1.1, "split": [3, 1], "predicted_after_s": 1.0},
     ]
     for run in runs:
         line = {"job": "job.toml", "predicted_s": 1.0, **run}
@@ -115,8 +116,9 @@ def test_table_says_how_far_the_runs_of_a_job_are_off_on_average(
     result = CliRunner().invoke(script("ahead").main, ["--results", str(results)])
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[2:] == [
-        "| job.toml a=1 | ahead and after | 2 | 1.475 | 0.425 | 1.050 | 1.900 |",
-        "| job.toml a=1 | ahead | 1 | 1.200 |  | 1.200 | 1.200 |",
+        "| job.toml a=1 |  | ahead and after | 2 | 1.475 | 0.425 | 1.050 | 1.900 |",
+        "| job.toml a=1 |  | ahead | 1 | 1.200 |  | 1.200 | 1.200 |",
+        "| job.toml a=1 | 3, 1 | ahead and after | 1 | 1.100 |  | 1.100 | 1.100 |",
     ]
 
 
