@@ -79,24 +79,17 @@ class Stolen:
 
 class Predicted(NamedTuple):
     step_s: float
-    split: list[int]  # layers a stage: `--machines` cuts by what was measured
+    split: list[int]  # layers a stage, by what was measured where the job does not say it
     stolen_percent: float  # while the machine was measured
 
-    @property
-    def as_cut(self) -> str:
-        """The override that cuts a run as it was predicted."""
-        return f"pipeline.split={self.split}"
 
-
-def predicted(job: str, overrides: tuple[str, ...], *cut: str) -> Predicted:
-    """What `dpipe simulate` says of a step on this machine as it is now; without `cut`, of the cut
-    that is best there.
-    """
+def predicted(job: str, overrides: tuple[str, ...]) -> Predicted:
+    """What `dpipe simulate` says of a step on this machine as it is now."""
     with TemporaryDirectory() as folder:
         machines = Path(folder) / "machines.toml"
         with Stolen() as stolen:
             _measure(job, overrides, machines)
-        argv = _dpipe("simulate", job, (*overrides, *cut), f"--machines={machines}", "--json")
+        argv = _dpipe("simulate", job, overrides, f"--machines={machines}", "--json")
         said = json.loads(subprocess.check_output(argv, env=environment(), text=True))
     return Predicted(said["step_s"], said["layers_per_stage"], stolen.percent)
 
@@ -143,10 +136,11 @@ def measured_s(job: str, overrides: tuple[str, ...]) -> list[float]:
 
 
 def compared(job: str, overrides: tuple[str, ...], ahead: Predicted) -> dict[str, Any]:
-    """A run, with what was predicted ahead of it and what after it."""
+    """A run that is cut as `ahead` says, with what was predicted ahead of it and what after it."""
+    as_cut = (*overrides, f"pipeline.split={ahead.split}")
     with Stolen() as stolen:
-        steps_s = measured_s(job, (*overrides, ahead.as_cut))
-    after = predicted(job, overrides, ahead.as_cut)
+        steps_s = measured_s(job, as_cut)
+    after = predicted(job, as_cut)
     today = date.today()
     return {
         "job": job,

@@ -76,24 +76,24 @@ def test_runs_are_cut_as_the_first_prediction_says(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = script("ahead")
-    cuts_of_predictions: list[tuple[str, ...]] = []
-    overrides_of_runs: list[tuple[str, ...]] = []
+    of_predictions: list[tuple[str, ...]] = []
+    of_runs: list[tuple[str, ...]] = []
 
-    def predict(_job: str, _overrides: tuple[str, ...], *cut: str) -> object:
-        cuts_of_predictions.append(cut)
+    def predict(_job: str, overrides: tuple[str, ...]) -> object:
+        of_predictions.append(overrides)
         return module.Predicted(1.0, [3, 1], 0.0)
 
     def run(_job: str, overrides: tuple[str, ...]) -> list[float]:
-        overrides_of_runs.append(overrides)
+        of_runs.append(overrides)
         return [1.0]
 
     monkeypatch.setattr(module, "predicted", predict)
     monkeypatch.setattr(module, "measured_s", run)
     results = tmp_path / "ahead.jsonl"
     module.alternate("job.toml", ("a=1",), 2, results)
-    cut = "pipeline.split=[3, 1]"
-    assert cuts_of_predictions == [(), (cut,), (cut,)]
-    assert overrides_of_runs == [("a=1", cut), ("a=1", cut)]
+    as_cut = ("a=1", "pipeline.split=[3, 1]")
+    assert of_predictions == [("a=1",), as_cut, as_cut]
+    assert of_runs == [as_cut, as_cut]
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["split"] for line in lines] == [[3, 1], [3, 1]]
     assert [line["overrides"] for line in lines] == [["a=1"], ["a=1"]]
