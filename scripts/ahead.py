@@ -79,7 +79,8 @@ class Stolen:
 
 class Predicted(NamedTuple):
     step_s: float
-    split: list[int]  # layers a stage, by what was measured where the job does not say it
+    # Layers a stage, by what was measured where the job does not say it; none for replayed stages.
+    split: list[int]
     stolen_percent: float  # while the machine was measured
 
 
@@ -91,7 +92,9 @@ def predicted(job: str, overrides: tuple[str, ...]) -> Predicted:
             _measure(job, overrides, machines)
         argv = _dpipe("simulate", job, overrides, f"--machines={machines}", "--json")
         said = json.loads(subprocess.check_output(argv, env=environment(), text=True))
-    return Predicted(said["step_s"], said["layers_per_stage"], stolen.percent)
+    has_layers = load(Path(job), overrides).model.family.computes
+    split = said["layers_per_stage"] if has_layers else []
+    return Predicted(said["step_s"], split, stolen.percent)
 
 
 def _measure(job: str, overrides: tuple[str, ...], file: Path) -> None:
@@ -137,7 +140,9 @@ def measured_s(job: str, overrides: tuple[str, ...]) -> list[float]:
 
 def compared(job: str, overrides: tuple[str, ...], ahead: Predicted) -> dict[str, Any]:
     """A run that is cut as `ahead` says, with what was predicted ahead of it and what after it."""
-    as_cut = (*overrides, f"pipeline.split={ahead.split}")
+    as_cut = overrides
+    if ahead.split:
+        as_cut += (f"pipeline.split={ahead.split}",)
     with Stolen() as stolen:
         steps_s = measured_s(job, as_cut)
     after = predicted(job, as_cut)

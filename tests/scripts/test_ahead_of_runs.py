@@ -72,8 +72,13 @@ def test_prediction_after_a_run_is_the_one_ahead_of_the_next(
     assert "measured 3 s: 1.500; predicted after it 4 s: 1.000 of the mean" in result.output
 
 
+@pytest.mark.parametrize(("split", "cut"), [([3, 1], ("pipeline.split=[3, 1]",)), ([], ())])
 def test_runs_are_cut_as_the_first_prediction_says(
-    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Callable[[str], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    split: list[int],
+    cut: tuple[str, ...],
 ) -> None:
     module = script("ahead")
     of_predictions: list[tuple[str, ...]] = []
@@ -81,7 +86,7 @@ def test_runs_are_cut_as_the_first_prediction_says(
 
     def predict(_job: str, overrides: tuple[str, ...]) -> object:
         of_predictions.append(overrides)
-        return module.Predicted(1.0, [3, 1], 0.0)
+        return module.Predicted(1.0, split, 0.0)
 
     def run(_job: str, overrides: tuple[str, ...]) -> list[float]:
         of_runs.append(overrides)
@@ -91,11 +96,11 @@ def test_runs_are_cut_as_the_first_prediction_says(
     monkeypatch.setattr(module, "measured_s", run)
     results = tmp_path / "ahead.jsonl"
     module.alternate("job.toml", ("a=1",), 2, results)
-    as_cut = ("a=1", "pipeline.split=[3, 1]")
+    as_cut = ("a=1", *cut)
     assert of_predictions == [("a=1",), as_cut, as_cut]
     assert of_runs == [as_cut, as_cut]
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [line["split"] for line in lines] == [[3, 1], [3, 1]]
+    assert [line["split"] for line in lines] == [split, split]
     assert [line["overrides"] for line in lines] == [["a=1"], ["a=1"]]
 
 
