@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from support.warm_python import program_of
+from support.warm_python import name_of, program_of
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
@@ -28,12 +29,13 @@ def test_server_that_nobody_asks_imports_nothing(tmp_path: Path) -> None:
     assert not re.search(r"\b(torch|dpipe)\b", ended.stderr)
 
 
-def started(python: str, code: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+@contextmanager
+def started(python: str, code: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """The client and the program that it stands for, once that has printed a line."""
-    client = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert client.stdout is not None
-    assert client.stdout.readline() == "up\n"
-    return client, psutil.Process(program_of(python, client.pid))
+    with subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "up\n"
+        yield client, psutil.Process(program_of(python, client.pid))
 
 
 def has_ended(program: psutil.Process) -> bool:
@@ -80,18 +82,23 @@ def test_program_has_the_files_that_are_passed_to_it(warm_python: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_program_ends_with_its_client(warm_python: str, number: signal.Signals) -> None:
-    client, program = started(warm_python, SLEEP)
-    with client:
+    with started(warm_python, SLEEP) as (client, program):
         client.send_signal(number)
         assert client.wait(20) == -number
         assert has_ended(program)
 
 
 def test_program_that_is_killed_ends_its_client(warm_python: str) -> None:
-    client, program = started(warm_python, SLEEP)
-    with client:
+    with started(warm_python, SLEEP) as (client, program):
         program.kill()
         assert client.wait(20) == -signal.SIGKILL
+
+
+def test_client_names_no_program_once_that_has_ended(warm_python: str) -> None:
+    """A later client with the same number would stand for a stranger, and a test would kill it."""
+    with subprocess.Popen([warm_python, "-c", ""]) as client:
+        assert client.wait(20) == 0
+    assert not name_of(warm_python, client.pid).exists()
 
 
 def test_script_has_its_folder_and_its_arguments(warm_python: str, tmp_path: Path) -> None:

@@ -50,15 +50,12 @@ for fd in extra:
     except OSError:  # the listing's own
         pass
 place = dict(argv=words, environ=dict(os.environ), folder=os.getcwd(), files=files)
+place["client"] = os.getpid()
 network = os.open("/proc/self/ns/net", os.O_RDONLY)  # of a lab, it may be another
 text = json.dumps(place).encode()
 socket.send_fds(server, [len(text).to_bytes(4, "big")], [network, *files])
 server.sendall(text)
 program = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
-path = {address!r} + "." + str(os.getpid())
-with open(path + ".new", "w") as file:
-    file.write(str(program))
-os.rename(path + ".new", path)  # whoever sees it sees the whole number
 for number in PASSED:
     signal.signal(number, lambda number, frame: os.kill(program, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
@@ -109,13 +106,20 @@ def warm_python(request: pytest.FixtureRequest) -> Iterator[str]:
         yield client
 
 
+def name_of(warm_python: str, client: int) -> Path:
+    """The file that has the number of a client's program, for as long as that runs: a later client
+    may get the number of an earlier one.
+    """
+    return Path(warm_python).with_name(f"server.{client}")
+
+
 def program_of(warm_python: str, client: int) -> int:
     """The process that a client stands for, to send it a signal that no process can catch."""
-    path = Path(warm_python).with_name(f"server.{client}")
+    path = name_of(warm_python, client)
     deadline = time.monotonic() + _NAMED_S
-    # The program may have begun, and have said so, before its client has written its number.
+    # The program may have begun, and have said so, before the server has written its number.
     while not path.exists():
-        assert time.monotonic() < deadline, f"client {client} has not said what it stands for"
+        assert time.monotonic() < deadline, f"nothing runs that client {client} stands for"
         time.sleep(0.01)
     return int(path.read_text())
 

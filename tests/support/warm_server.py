@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 _ABOVE = 200  # no program has so many open files
@@ -55,6 +56,7 @@ def import_all() -> None:
 def serve(listening: socket.socket, selector: selectors.DefaultSelector, client: str) -> None:
     """Until the input ends. Of a program the selector has its pidfd and its client."""
     programs: dict[socket.socket, int] = {}
+    names: dict[socket.socket, Path] = {}
     while True:
         # New programs last: one may need the port of another whose client was killed before.
         for key, _ in sorted(selector.select(), key=lambda event: event[0].fileobj is listening):
@@ -64,8 +66,9 @@ def serve(listening: socket.socket, selector: selectors.DefaultSelector, client:
                 return
             if key.fileobj is listening:
                 asked, _ = listening.accept()
-                program = start(asked, client)
+                program, named = start(asked, client)
                 programs[asked] = program
+                names[asked] = named
                 selector.register(os.pidfd_open(program), selectors.EVENT_READ, asked)
                 selector.register(asked, selectors.EVENT_READ)
             elif isinstance(key.fileobj, socket.socket):
@@ -79,6 +82,7 @@ def serve(listening: socket.socket, selector: selectors.DefaultSelector, client:
             else:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
+                names.pop(key.data).unlink()  # while the client still has its number
                 _, status = os.waitpid(programs.pop(key.data), 0)
                 with suppress(KeyError):
                     selector.unregister(key.data)
@@ -86,19 +90,24 @@ def serve(listening: socket.socket, selector: selectors.DefaultSelector, client:
                     key.data.sendall(status.to_bytes(4, "big"))
 
 
-def start(asked: socket.socket, client: str) -> int:
-    """Fork the program that a client asks for; returns its process id."""
+def start(asked: socket.socket, client: str) -> tuple[int, Path]:
+    """Fork the program that a client asks for; returns its process id and the file that has it."""
     size, files, _, _ = socket.recv_fds(asked, 4, 64)
     text = b""
     while len(text) < int.from_bytes(size, "big"):
         text += asked.recv(1 << 20)
+    place = json.loads(text)
     program = os.fork()
     if program == 0:
-        become(json.loads(text), files, client)
+        become(place, files, client)
     for fd in files:
         os.close(fd)
+    named = Path(asked.getsockname()).with_suffix(f".{place['client']}")
+    unseen = named.with_suffix(f"{named.suffix}.new")
+    unseen.write_text(str(program))
+    unseen.rename(named)  # whoever sees it sees the whole number
     asked.sendall(program.to_bytes(4, "big"))
-    return program
+    return program, named
 
 
 def become(place: dict[str, Any], files: list[int], client: str) -> NoReturn:
