@@ -1,8 +1,10 @@
 """The interpreter of `support/warm_python.py` behaves as the real one."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +94,18 @@ def test_program_that_is_killed_ends_its_client(warm_python: str) -> None:
     with started(warm_python, SLEEP) as (client, program):
         program.kill()
         assert client.wait(20) == -signal.SIGKILL
+
+
+def test_client_that_goes_before_it_is_answered_ends_nobody_else(warm_python: str) -> None:
+    """All tests share the server, and one may kill a client while the server imports."""
+    place = {"argv": ["-c", ""], "environ": {}, "folder": "/", "files": [], "client": 0}
+    text = json.dumps(place).encode()
+    with socket.socket(socket.AF_UNIX) as gone, open("/proc/self/ns/net") as network:
+        gone.connect(str(Path(warm_python).with_name("server")))
+        gone.shutdown(socket.SHUT_RD)
+        socket.send_fds(gone, [len(text).to_bytes(4, "big")], [network.fileno()])
+        gone.sendall(text)
+    assert run(warm_python, "-c", "print('next')").stdout == "next\n"
 
 
 def test_client_names_no_program_once_that_has_ended(warm_python: str) -> None:

@@ -19,10 +19,15 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _ABOVE = 200  # no program has so many open files
 _CLONE_NEWNET = 0x40000000
+
+
+class Program(NamedTuple):
+    number: int  # its process id
+    named: Path  # the file that has this number, by that of its client
 
 
 def main(address: str, client: str) -> None:
@@ -55,59 +60,59 @@ def import_all() -> None:
 
 def serve(listening: socket.socket, selector: selectors.DefaultSelector, client: str) -> None:
     """Until the input ends. Of a program the selector has its pidfd and its client."""
-    programs: dict[socket.socket, int] = {}
-    names: dict[socket.socket, Path] = {}
+    programs: dict[socket.socket, Program] = {}
     while True:
         # New programs last: one may need the port of another whose client was killed before.
         for key, _ in sorted(selector.select(), key=lambda event: event[0].fileobj is listening):
             if key.fileobj is sys.stdin:
                 for program in programs.values():
-                    os.kill(program, signal.SIGKILL)
+                    os.kill(program.number, signal.SIGKILL)
                 return
             if key.fileobj is listening:
                 asked, _ = listening.accept()
-                program, named = start(asked, client)
+                program = start(asked, client)
                 programs[asked] = program
-                names[asked] = named
-                selector.register(os.pidfd_open(program), selectors.EVENT_READ, asked)
+                selector.register(os.pidfd_open(program.number), selectors.EVENT_READ, asked)
                 selector.register(asked, selectors.EVENT_READ)
             elif isinstance(key.fileobj, socket.socket):
                 # The client was killed: it never speaks again otherwise. If its program has just
                 # ended as well, both are gone already.
                 if key.fileobj in programs:
                     selector.unregister(key.fileobj)
-                    program = programs[key.fileobj]
-                    os.kill(program, signal.SIGKILL)
-                    os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)  # its ports are free now
+                    number = programs[key.fileobj].number
+                    os.kill(number, signal.SIGKILL)
+                    os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)  # its ports are free now
             else:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
-                names.pop(key.data).unlink()  # while the client still has its number
-                _, status = os.waitpid(programs.pop(key.data), 0)
+                program = programs.pop(key.data)
+                program.named.unlink()  # before the client ends and its number is another's
+                _, status = os.waitpid(program.number, 0)
                 with suppress(KeyError):
                     selector.unregister(key.data)
                 with suppress(BrokenPipeError), key.data:
                     key.data.sendall(status.to_bytes(4, "big"))
 
 
-def start(asked: socket.socket, client: str) -> tuple[int, Path]:
-    """Fork the program that a client asks for; returns its process id and the file that has it."""
+def start(asked: socket.socket, client: str) -> Program:
+    """Fork the program that a client asks for."""
     size, files, _, _ = socket.recv_fds(asked, 4, 64)
     text = b""
     while len(text) < int.from_bytes(size, "big"):
         text += asked.recv(1 << 20)
     place = json.loads(text)
-    program = os.fork()
-    if program == 0:
+    number = os.fork()
+    if number == 0:
         become(place, files, client)
     for fd in files:
         os.close(fd)
     named = Path(asked.getsockname()).with_suffix(f".{place['client']}")
     unseen = named.with_suffix(f"{named.suffix}.new")
-    unseen.write_text(str(program))
+    unseen.write_text(str(number))
     unseen.rename(named)  # whoever sees it sees the whole number
-    asked.sendall(program.to_bytes(4, "big"))
-    return program, named
+    with suppress(BrokenPipeError):  # a client that has gone is seen to, as one that goes later
+        asked.sendall(number.to_bytes(4, "big"))
+    return Program(number, named)
 
 
 def become(place: dict[str, Any], files: list[int], client: str) -> NoReturn:
