@@ -89,8 +89,7 @@ def check_compile(train: TrainConfig, pipeline: PipelineConfig) -> None:
     if train.compile and may_split_backward(pipeline.schedule):
         raise ValueError(
             f'with train.compile pipeline.schedule must not be "{pipeline.schedule}": a compiled '
-            f"layer makes its input and weight gradients together; take "
-            f"{names_that_keep_backward_whole()}"
+            f"layer makes both its gradients together; take {names_that_keep_backward_whole()}"
         )
 
 
@@ -319,8 +318,7 @@ def check_tensor_parallel(
     replays = not model.family.computes
     if replays and tensor_parallel.sequence_parallel:
         raise ValueError(
-            "tensor_parallel.sequence_parallel splits a real model; a replay moves "
-            "replay.exchange_bytes either way"
+            "tensor_parallel.sequence_parallel splits a real model, not a replay: leave it out"
         )
     if not model.family.tensor_parallel:
         raise ValueError(

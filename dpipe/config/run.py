@@ -17,6 +17,7 @@ from dpipe.config.section import (
     Seconds,
     Section,
 )
+from dpipe.config.wires import FormatName
 from dpipe.optimizers.kinds import OPTIMIZERS
 from dpipe.trackers.kinds import TRACKERS
 from dpipe.transport.kinds import TRANSPORTS
@@ -89,6 +90,10 @@ class TrainConfig(Section):
     eval_batches: Count = 4
     """Batches of an evaluation."""
 
+    eval_wire: FormatName | None = None
+    """What crosses the stages in an evaluation: with "none" its loss is that of the model which is
+    exported. Left out: what pipeline.wire has forward."""
+
     patience: Count | None = None
     """Evaluations in a row without a lower held-out loss after which the run ends. Left out: it
     goes on to the last step."""
@@ -98,13 +103,10 @@ class TrainConfig(Section):
         if self.parameters not in ("fp32", self.precision):
             raise ValueError(
                 f"train.parameters {self.parameters!r} computes in {self.parameters}, but "
-                f"train.precision is {self.precision!r}: set both to the same, or leave "
-                "train.parameters out"
+                f"train.precision is {self.precision!r}: set both alike, or only the latter"
             )
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError(
-                "train.warmup_steps and train.warmup_ratio say the same: leave one of them out"
-            )
+            raise ValueError("train.warmup_steps and warmup_ratio say the same: leave one out")
         if self.patience is not None and self.eval_every is None:
             raise ValueError("train.patience counts evaluations: set train.eval_every too")
         return self

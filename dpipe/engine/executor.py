@@ -253,7 +253,7 @@ class _Run:
         self._batches = batches  # of this step and, where the program runs ahead, of the next
         self._codecs = parts.codecs
         if not schedule.trains:
-            self._codecs = parts.codecs.without_memory()
+            self._codecs = parts.codecs.for_evaluation()
         self._made = begun.made
         self._arriving = begun.arriving
         # Kept until the end of the program: a `Pending` holds the buffers that are being sent.

@@ -18,7 +18,8 @@ _STAGE_BEHIND = (Op.RECV_F, Op.SEND_B)
 
 class HopCodecs:
     """One codec for each tensor that crosses a hop in a direction: it may remember what it sent.
-    Where there is a cache, it remembers that by sample.
+    Where there is a cache, it remembers that by sample. In an evaluation what crosses a hop may be
+    of another format.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class HopCodecs:
         caches: SampleCaches = MappingProxyType({}),
         *,
         remembers: bool = True,
+        in_evaluation: HopFormats | None = None,
     ) -> None:
         self._formats = formats
         self._caches = caches
         self._remembers = remembers
+        self._in_evaluation = in_evaluation
         self._made: dict[tuple[int, bool, int], Codec] = {}
 
     def of(self, action: Action, position: int, samples: Sequence[int] = ()) -> Codec:
@@ -52,5 +55,10 @@ class HopCodecs:
         return made
 
     def without_memory(self) -> "HopCodecs":
-        """For an evaluation: it takes nothing from the training, and leaves nothing for it."""
-        return HopCodecs(self._formats, remembers=False)
+        """They take nothing from the training, and leave nothing for it."""
+        return HopCodecs(self._formats, remembers=False, in_evaluation=self._in_evaluation)
+
+    def for_evaluation(self) -> "HopCodecs":
+        """Without memory, in formats of their own where there are some."""
+        formats = self._in_evaluation or self._formats
+        return HopCodecs(formats, remembers=False)

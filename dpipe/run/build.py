@@ -24,7 +24,7 @@ from dpipe.data.feed import Feed, feed_of
 from dpipe.data.stream import SampleStream
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor, Parts
-from dpipe.engine.hop_codecs import HopCodecs
+from dpipe.engine.hop_codecs import HopCodecs, SampleCaches
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.replay_ring import Ring, ring_peers
@@ -464,6 +464,15 @@ def _make_update(
     )
 
 
+def _codecs(run_plan: RunPlan, caches: SampleCaches) -> HopCodecs:
+    config = run_plan.config
+    evaluated = None
+    if config.train.eval_wire is not None:
+        num_hops = run_plan.forecast.schedule.num_stages - 1
+        evaluated = HopFormats.alike(config.train.eval_wire, num_hops)
+    return HopCodecs(run_plan.forecast.formats, caches, in_evaluation=evaluated)
+
+
 def _make_executor(
     run_plan: RunPlan,
     resources: RankResources,
@@ -483,7 +492,7 @@ def _make_executor(
             here.pp_rank,
             as_executed(config, stages, resources.group, num_stages),
             resources.transport,
-            HopCodecs(run_plan.forecast.formats, links.caches(here.pp_rank, folder)),
+            _codecs(run_plan, links.caches(here.pp_rank, folder)),
             run_plan.boundaries_of(here.dp_rank),
             replicas,
             resources.recorder,

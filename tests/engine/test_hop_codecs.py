@@ -33,3 +33,19 @@ def test_codec_is_kept_for_the_next_micro_batch_and_not_for_other_tensors() -> N
     assert codecs.of(parse_action("0SEND_F1"), 0) is first
     assert codecs.of(parse_action("0SEND_F0"), 1) is not first
     assert codecs.without_memory().of(parse_action("0SEND_F0"), 0) is not first
+
+
+def size(codecs: HopCodecs, action: str) -> int:
+    return codecs.of(parse_action(action), 0).wire_spec(LIKE).num_bytes
+
+
+def test_evaluation_has_a_format_of_its_own_and_what_trains_alone_keeps_that_of_training() -> None:
+    """Also where the evaluation is rehearsed, by a rank alone."""
+    codecs = HopCodecs(FORMATS, in_evaluation=HopFormats.alike("int8", 2))
+    for ours in (codecs, codecs.without_memory()):
+        assert size(ours, "1SEND_F3") == 128
+        assert size(ours.for_evaluation(), "1SEND_F3") == 68
+
+
+def test_evaluation_has_the_formats_of_training_where_none_is_given() -> None:
+    assert size(HopCodecs(FORMATS).for_evaluation(), "1SEND_F3") == 128

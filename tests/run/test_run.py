@@ -192,6 +192,21 @@ def test_held_out_loss_is_measured_at_both_ends_and_between(tiny: Make, losses: 
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"]
 
 
+def test_held_out_loss_may_be_that_of_the_model_without_the_wire(
+    tiny: Make, losses: Losses, tmp_path: Path
+) -> None:
+    def held_out(name: str, **keys: object) -> float:
+        keys |= {"train__eval_every": 3, "train__eval_batches": 1}
+        config = tiny(pipeline__stages=2, run__folder=str(tmp_path / name), **keys)
+        losses(config)
+        return float(read_rows(Path(config.run.folder))[0]["held_out_loss"])
+
+    rough = {"forward": "int2", "backward": "none"}
+    whole = held_out("whole")
+    assert held_out("rounded", pipeline__wire=rough) != whole
+    assert held_out("trained", pipeline__wire=rough, train__eval_wire="none") == whole
+
+
 def test_run_that_had_finished_keeps_its_last_held_out_loss_when_it_is_resumed(
     tiny: Make, losses: Losses
 ) -> None:
