@@ -11,7 +11,8 @@
     scripts/table.py gpt3xl_networks --mode replay
         the same networks and others, measured with the settings of a real training
     scripts/table.py gpt3xl_narrow --mode replay
-        narrow links by wire format, beside the bound; so with the names of TCP as it comes
+        narrow links by wire format, beside the bound; so with the names of TCP as it comes;
+        with --compare a line a network
     scripts/table.py gpt3xl_gpipe_micro_batches --mode sim
         thirty rows of the same system that nothing is fitted to
     scripts/table.py megatron_memory_time --mode sim
@@ -41,7 +42,7 @@ from typing import Any
 import click
 from tables import SIMULATED, by_wire, micro_batches, replayed, tcp
 from tables import measured as on_gpus
-from tables.form import Parameter, as_text, put_between_marks, with_parameters
+from tables.form import Parameter, as_text, new_figure, put_between_marks, with_parameters
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
@@ -286,12 +287,20 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
     ]
 
 
-def measured_rows(name: str, mode: str, results: Path) -> Sequence[Any]:
+def measured_rows(name: str, mode: str, results: Sequence[Path]) -> Sequence[Any]:
     """Of either kind of table."""
-    rows = by_wire.rows_of(lines_of(results)) if name in BY_WIRE else []
-    if name in BY_WIRE and not rows:
-        raise nothing_measured(name, mode, results)
-    return rows or measured(name, mode, results)
+    if name not in BY_WIRE:
+        return measured(name, mode, only_one(name, results))
+    rows = by_wire.rows_of([line for path in results for line in lines_of(path)])
+    if not rows:
+        raise nothing_measured(name, mode, results[0])
+    return rows
+
+
+def only_one(name: str, results: Sequence[Path]) -> Path:
+    if len(results) > 1:
+        raise ConfigError(f"{name} is of one file: give --results once, not {len(results)} times")
+    return results[0]
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
@@ -455,6 +464,7 @@ def as_json(rows: Iterable[Row]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
+FORMS = {"json": as_json, "csv": as_csv, "compare": as_comparison, None: as_markdown}
 SHOWN = {NETWORKS: as_predicted_and_measured, **dict.fromkeys(BY_WIRE, by_wire.as_markdown)}
 
 
@@ -470,17 +480,6 @@ def draw(rows: Sequence[Any], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def new_figure() -> Any:
-    """Raises `ConfigError` where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'"
-        ) from None
-    return Figure(figsize=(9, 5), layout="constrained")
 
 
 def layouts_text(
@@ -547,7 +546,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Where the seconds are from.",
 )
 @click.option(
-    "--results", type=_FILE, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl."
+    "--results",
+    type=_FILE,
+    multiple=True,
+    help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl. Of a table by wire "
+    "format it may be given several times.",
 )
 @click.option("--json", "form", flag_value="json", help="Print a list of rows.")
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
@@ -565,15 +568,15 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 def main(
     name: str,
     mode: str,
-    results: Path | None,
+    results: tuple[Path, ...],
     form: str | None,
     png: Path | None,
     page: tuple[Path, ...],
 ) -> None:
-    results = results or ROOT / f"scripts/results/{name}.jsonl"
+    results = results or (ROOT / f"scripts/results/{name}.jsonl",)
     try:
         if name in SIMULATED:
-            click.echo(layouts_text(name, mode, results, form, png, page))
+            click.echo(layouts_text(name, mode, only_one(name, results), form, png, page))
             return
         if name in MEASURED and mode != "replay":
             raise ConfigError(f"{name} has no mode {mode!r}; use --mode replay")
@@ -581,15 +584,13 @@ def main(
         if png is not None:
             draw(rows, png)
         below = with_parameters(note(rows), PARAMETERS) if mode == "sim" else ""
-        shown = SHOWN.get(name, as_comparison)
+        forms = by_wire.FORMS if name in BY_WIRE else FORMS
+        shown = forms[form] if form == "compare" else SHOWN.get(name, as_comparison)
         for path in page:
             put_between_marks(path, name, mode, below or shown(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    forms = {"json": as_json, "csv": as_csv, "compare": as_comparison, None: as_markdown}
-    if name in BY_WIRE:
-        forms = by_wire.FORMS
     click.echo(forms[form](rows))
     if below and form is None:
         click.echo(f"\n{below}")

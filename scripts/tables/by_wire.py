@@ -89,13 +89,35 @@ def as_markdown(rows: Sequence[Row]) -> str:
         times = [f"{row.predicted_s:.2f}", f"{row.measured_s:.2f}"]
         ratio = f"{row.measured_s / row.predicted_s:.3f}"
         lines.append([row.network, row.system, bound, *times, ratio])
+    return _table(lines)
+
+
+def as_comparison(rows: Sequence[Row]) -> str:
+    """A line per network, and a column for each system that was measured on all of them, the
+    slowest first: measured, in brackets predicted.
+    """
+    seconds = {(row.network, row.system): _compared(row) for row in rows}
+    networks = list(dict.fromkeys(row.network for row in rows))
+    slowest_first = sorted(rows, key=lambda row: -row.measured_s)
+    systems = dict.fromkeys(row.system for row in slowest_first)
+    everywhere = [s for s in systems if all((network, s) in seconds for network in networks)]
+    lines = [[HEAD[0], *everywhere], ["---"] * (1 + len(everywhere))]
+    lines += [[network, *(seconds[network, s] for s in everywhere)] for network in networks]
+    return _table(lines)
+
+
+def _compared(row: Row) -> str:
+    return f"{row.measured_s:.2f} ({row.predicted_s:.2f})"
+
+
+def _table(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # By the form that is asked for.
 FORMS = {
     None: as_markdown,
-    "compare": as_markdown,
+    "compare": as_comparison,
     "csv": partial(as_text, form="csv", note=""),
     "json": partial(as_text, form="json", note=""),
 }

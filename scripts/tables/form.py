@@ -85,3 +85,14 @@ def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
             f"{path} has no lines {begin} and {end} for the comparison to stand between"
         )
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def new_figure() -> Any:
+    """Raises `ConfigError` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'"
+        ) from None
+    return Figure(figsize=(9, 5), layout="constrained")

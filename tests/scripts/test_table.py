@@ -278,6 +278,46 @@ def test_narrow_page_has_bound_prediction_and_measurement_of_each_system(table, 
     ]
 
 
+def test_narrow_links_are_compared_by_the_systems_that_all_of_them_have(table, tmp_path):
+    """From several files, since lines of a home are measured at another size."""
+    lines = [
+        LINE | {"schedule": "auto", "wire": "int4", "predicted_s": 14.5},
+        LINE | {"engine": "torch", "wire": "fp32", "predicted_s": 10.0},
+    ]
+    home = LINE | {"schedule": "auto", "wire": "int4", "network": LOSSY, "predicted_s": 20.0}
+    near, far, page = tmp_path / "near.jsonl", tmp_path / "far.jsonl", tmp_path / "page.md"
+    near.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    far.write_text(json.dumps(home) + "\n")
+    page.write_text(f"<!-- {table.BY_WIRE[0]} replay -->\n<!-- end -->\n")
+    words = [table.BY_WIRE[0], "--mode", "replay", "--compare", "--page", str(page)]
+    words += ["--results", str(near), "--results", str(far)]
+    result = CliRunner().invoke(table.main, words)
+    shown = [
+        "| one-way delay, bandwidth | dpipe, auto, int4 |",
+        "| --- | --- |",
+        "| 10 ms, 1000 Mbit/s | 16.00 (14.50) |",
+        "| 25 ms, 20 Mbit/s, 0.1 % loss | 16.00 (20.00) |",
+    ]
+    assert result.output.splitlines() == shown
+    assert page.read_text().splitlines()[1:-1] == shown
+
+
+def test_readme_compares_narrow_links_as_they_were_measured(table, tmp_path):
+    page = tmp_path / "readme.md"
+    page.write_text((table.ROOT / "README.md").read_text())
+    words = ["gpt3xl_narrow", "--mode", "replay", "--compare", "--page", str(page)]
+    for name in ("gpt3xl_narrow", "gpt3xl_home"):
+        words += ["--results", str(table.ROOT / f"scripts/results/{name}.jsonl")]
+    assert CliRunner().invoke(table.main, words).exit_code == 0
+    assert page.read_text() == (table.ROOT / "README.md").read_text()
+
+
+def test_table_of_one_file_refuses_a_second(quick, results):
+    result = run(quick, "--mode", "replay", "--results", results, "--results", results)
+    assert result.exit_code == 2
+    assert "give --results once, not 2 times" in result.output
+
+
 def test_narrow_rows_as_comma_separated_values(table, results):
     words = [table.BY_WIRE[0], "--mode", "replay", "--results", str(results), "--csv"]
     (row,) = csv.DictReader(CliRunner().invoke(table.main, words).output.splitlines())
