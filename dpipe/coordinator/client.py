@@ -32,6 +32,7 @@ from dpipe.session.greeting import Greeted
 from dpipe.session.grpc_stream import Dialling, GrpcStream
 from dpipe.session.redial import GREETING_S, dial_again
 from dpipe.session.session import LinkSession
+from dpipe.session.stops import Stops
 from dpipe.wire.rpc import Security
 from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
@@ -344,20 +345,18 @@ class Coordinator(Coordination):
     def _attend_to(self) -> None:
         """Ping a few times a heartbeat, and keep the session going."""
         interval_s = self._heartbeat_s / _WATCHES
-        ping_at = watched_at = stopped_until = time.monotonic()
+        stops = Stops(interval_s, self._heartbeat_s)
+        ping_at = time.monotonic()
         while not self._closing.is_set():
             self._broke.wait(interval_s)
             self._broke.clear()
             now = time.monotonic()
-            # Late: this process was stopped, and what came meanwhile is unread.
-            if now - watched_at > 2 * interval_s:
-                stopped_until = now
-            watched_at = now
-            self._session.watch(now, stopped_until)
+            stops.tick(now)
+            self._session.watch(now, stops)
             if now >= ping_at:
                 ping_at = now + self._heartbeat_s / 4
                 self._line.tell(_ping())
-            if now - max(self._heard_at, stopped_until) > self._heartbeat_s:
+            if stops.silent_s(self._heard_at, now) > self._heartbeat_s:
                 self._session.close(f"no sign of life for {self._heartbeat_s:g} s")
             if dial_again(self._session, self._resume, self._closing, GONE_S):
                 LOG.warning(

@@ -38,6 +38,7 @@ from dpipe.relay.server import Relay
 from dpipe.session.frames import MessageFrames
 from dpipe.session.grpc_stream import SECRET_BYTES, GrpcStream, hello_of
 from dpipe.session.session import LinkSession
+from dpipe.session.stops import Stops
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import coordinator_pb2 as pb
 from dpipe.wire.v1.transport_pb2 import Greeting
@@ -140,13 +141,11 @@ class CoordinatorServer:
             thread.join(_STOP_S)
 
     def _tick(self, interval_s: float) -> None:
-        watched_at = stopped_until = beat_at = time.monotonic()
+        stops = Stops(interval_s, self._heartbeat_s)
+        beat_at = time.monotonic()
         while not self._stopped.wait(interval_s):
             now = time.monotonic()
-            # Late: this process was stopped, and what came meanwhile is unread.
-            if now - watched_at > 2 * interval_s:
-                stopped_until = now
-            watched_at = now
+            stops.tick(now)
             beats = now >= beat_at
             with self._lock:
                 self._membership.tick(now)
@@ -157,7 +156,7 @@ class CoordinatorServer:
             if beats:
                 beat_at = now + self._heartbeat_s / 4
             for guest in guests:
-                guest.line.session.watch(now, stopped_until)
+                guest.line.session.watch(now, stops)
 
     # Streams
 

@@ -7,6 +7,7 @@ uplink.py    turns on the way out of a machine, where its links share a slow one
 window.py    what TCP lets it send at once: through pauses, and past losses
 dial.py      who opens a connection, and how: in smaller segments where large ones were lost
 forward.py   smaller segments for gRPC, which opens its connections itself
+stops.py     when this process did not run, so that silence is no sign
 redial.py    another connection in the place of one that broke
 listen.py    the socket on which others dial
 lobby.py     the threads of connections that have not greeted yet

@@ -35,6 +35,7 @@ from threading import Condition, Lock, RLock
 
 from dpipe.errors import TransferError
 from dpipe.session.frames import FRAME_BYTES, PADDING_BYTES, Frames, Stream
+from dpipe.session.stops import Stops
 
 _SMALL_BYTES = 4 << 10  # up to here it is cheaper to copy than to keep
 _PAGE_BYTES = 4 << 10
@@ -238,17 +239,17 @@ class LinkSession:
             if self._frames is not None:
                 self._frames.stream.close()
 
-    def watch(self, now: float, stopped_until: float) -> None:
+    def watch(self, now: float, stops: Stops) -> None:
         """Drop a silent connection, and be heard on one where this end has nothing to say. Call it
-        a few times in `silence_s`. Silence is no sign while this process itself was stopped.
+        a few times in `silence_s`.
         """
         frames = self._frames
         since = self._listening_since
         if frames is None:
             return
         if since is not None:
-            silent_s = now - max(since, frames.heard_at, stopped_until)
-            if silent_s > self.silence_s:
+            heard_at = max(since, frames.heard_at)
+            if stops.silent_s(heard_at, now) > self.silence_s:
                 self.fell_silent = True
                 self.broke(frames, f"nothing came for {self.silence_s:g} s")
         if now - frames.wrote_at > self.silence_s / _BEATS or self.received > self._reported:

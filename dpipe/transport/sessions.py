@@ -27,6 +27,7 @@ from dpipe.session.greeting import Greeted
 from dpipe.session.lobby import Lobby
 from dpipe.session.redial import GREETING_S, dial_again
 from dpipe.session.session import LinkSession, reason_of
+from dpipe.session.stops import Stops
 from dpipe.session.uplink import Uplink
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, Connection, Mesh, Token
@@ -333,13 +334,11 @@ class SessionMesh(Mesh[SessionConnection]):
     def _watch(self) -> None:
         """Notice connections that have fallen silent, and keep this end's from being so."""
         interval_s = self._heartbeat_s / _WATCHES
-        watched_at = stopped_until = time.monotonic()
+        stops = Stops(interval_s, self._heartbeat_s)
         while not self._stopping.wait(min(interval_s, self.look_s)):
             now = time.monotonic()
-            if now - watched_at > 2 * interval_s:
-                stopped_until = now
-            watched_at = now
+            stops.tick(now)
             for link in tuple(self._links.values()):
                 for connection in link.connections:
-                    connection.session.watch(now, stopped_until)
+                    connection.session.watch(now, stops)
                     connection.session.keep_warm(now)
