@@ -292,6 +292,14 @@ def test_four_bits_forward_by_seed() -> None:
     assert f"single seeds lie between {min(seeds):.2f} and {max(seeds):.2f} %" in section
 
 
+def test_four_bits_forward_without_the_rounding_that_was_trained_with() -> None:
+    losses = by_name("convergence_wires")
+    over_wire = mean(above(losses, "int4 forward, int8 backward"))
+    exported = mean(above(losses, "int4 forward, int8 backward, evaluated in fp32"))
+    section = in_results("What fewer bits cost in eight stages")
+    assert f"has lost {exported:.1f} % and not {over_wire:.2f} %" in section
+
+
 def test_what_a_rotation_saves() -> None:
     losses = by_name("convergence_wires")
     plain = mean(above(losses, "int4"))
