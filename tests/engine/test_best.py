@@ -103,7 +103,7 @@ def test_warmup_ratio_is_a_share_of_the_steps() -> None:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "leave one of them out"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "leave one out"),
         ({"patience": 3}, "set train.eval_every too"),
     ],
 )
