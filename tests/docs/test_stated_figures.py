@@ -336,6 +336,8 @@ def test_an_outlier_apart_leaves_a_fine_tuning_its_loss() -> None:
         f"{cost['int6+hadamard+outlier']:.2f} %, and what is learned with `int4+hadamard+outlier` "
         f"{cost['int4+hadamard+outlier, evaluated in fp32']:.2f} %"
     ) in page
+    advice = f"and has cost [{cost['int6+hadamard+outlier']:.2f} % of the loss](results.md"
+    assert advice in one_line(text_of(DOCS / "fine-tuning.md"))
 
 
 def test_most_of_what_four_bits_cost_a_fine_tuning_is_of_the_evaluation() -> None:
