@@ -15,6 +15,15 @@ BBR keeps its rate, but learns it too low from messages that come one at a time,
 connections that share a path, and stops sending for 0.2 s in ten. It is better where packets are
 lost at random, which Reno and CUBIC take for congestion.
 
+BBR lets twice as much be under way as its rate brings in the shortest round trip of ten seconds.
+Where packets overtake others, or wait for a radio, that one is far shorter than the usual one: a
+window then lasts for less than a round trip, and BBR learns the lower rate. Begun anew it keeps the
+window that it has while it looks for the rate.
+
+    round trips    90 95 92 88 |41| 93 90 96 ...                    begun anew, in each pause
+    window                     ########------.__                    ######################
+    rate learnt                ##########------.__.__               ######################
+
 CUBIC ends its slow start at the first hint of a queue (HyStart), and then needs a while to fill a
 long path. Reno doubles its window until something is lost; after a loss CUBIC is back sooner. So a
 connection begins with Reno where the host has BBR or CUBIC, and takes CUBIC back after a loss.
@@ -28,6 +37,7 @@ may take more than that in one call, so it is given no more in a call.
 import math
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -57,6 +67,9 @@ _MOST_BUFFER_BYTES = 1 << 30
 # Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
 _WRITE_BYTES = 512 << 10
 _BUFFER_LOCK = 72  # SO_BUF_LOCK of linux/socket.h, from Linux 5.14 on
+_OF_CONGESTION = 26  # TCP_CC_INFO of linux/tcp.h, and for BBR `struct tcp_bbr_info`
+_OF_BBR = struct.Struct("5I")
+_FOUND = 2 << 8  # BBR's gain of the window, in 1/256, once it has found the rate
 # Offsets in `struct tcp_info` of linux/tcp.h, which only grows.
 _TIMEOUT = 8
 _SEGMENT = 16
@@ -115,6 +128,24 @@ def tcp_info(sock: socket.socket) -> TcpInfo:
     )
 
 
+class BbrInfo(NamedTuple):
+    """What BBR says of a connection; zeros where another congestion control has it."""
+
+    least_round_trip_us: int = 0  # of ten seconds
+    has_found_rate: bool = False
+
+
+def bbr_info(sock: socket.socket) -> BbrInfo:
+    """Raises `OSError` for a socket that is closed."""
+    if sys.platform != "linux":
+        return BbrInfo()
+    told = sock.getsockopt(socket.IPPROTO_TCP, _OF_CONGESTION, _OF_BBR.size)
+    if len(told) < _OF_BBR.size:
+        return BbrInfo()
+    _, _, least_us, _, window_gain = _OF_BBR.unpack(told)
+    return BbrInfo(least_us, window_gain == _FOUND)
+
+
 class Losses:
     """What the connections of a link have lost together."""
 
@@ -140,13 +171,15 @@ class Losses:
 
 class Window:
     """Of the connection over `sock`. With `losses`, those of its link, it takes the host's CUBIC in
-    the place of Reno once something is lost, and BBR where they are random and the host allows it.
+    the place of Reno once something is lost, and BBR where they are random and the host allows it,
+    which it keeps open.
     """
 
     def __init__(self, sock: socket.socket, losses: Losses | None = None) -> None:
         self._socket = sock
         self._losses = losses
         taken = _taken(sock)
+        self._adapts = losses is not None
         self.outruns_loss = taken == _BBR
         self._fills_queues = taken not in ("", _BBR)
         self._grows_slowly = losses is not None and taken == _RENO and _hosts_own() == _CUBIC
@@ -166,6 +199,8 @@ class Window:
         """How many bytes to write now, lest the window close that a burst of so many needs. Call it
         many times in a retransmission timeout. Raises `OSError` for a socket that is closed.
         """
+        if self.outruns_loss and self._adapts:
+            self._keep_bbr_open()
         if not self._fills_queues:
             return 0
         info = tcp_info(self._socket)
@@ -223,6 +258,16 @@ class Window:
         self.write_bytes = min(given, _WRITE_BYTES) if self._is_bounded else _WRITE_BYTES
         if not self._is_bounded:  # this user may have too little: leave it to the kernel again
             self._socket.setsockopt(socket.SOL_SOCKET, _BUFFER_LOCK, 0)
+
+    def _keep_bbr_open(self) -> None:
+        """Begin BBR anew, in a pause, where its window lasts for less than a usual round trip."""
+        bbr = bbr_info(self._socket)
+        info = tcp_info(self._socket)
+        is_short = 2 * bbr.least_round_trip_us < info.round_trip_us
+        if not bbr.has_found_rate or not is_short or info.unacknowledged:
+            return
+        if _takes(self._socket, _RENO):
+            _takes(self._socket, _BBR)
 
     def _take_bbr(self) -> None:
         self._losses = None

@@ -4,14 +4,22 @@ would say of a long path.
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dpipe.errors import ConfigError
 from dpipe.session import window
-from dpipe.session.window import Losses, TcpInfo, Window, set_congestion_control, tcp_info
+from dpipe.session.window import (
+    BbrInfo,
+    Losses,
+    TcpInfo,
+    Window,
+    bbr_info,
+    set_congestion_control,
+    tcp_info,
+)
 
 IDLE = TcpInfo(
     timeout_us=220_000,
@@ -113,6 +121,57 @@ def test_bbr_s_window_is_left_alone(
 ) -> None:
     say(monkeypatch)
     assert Window(sock).look(20_000) == 0
+
+
+OVERTAKEN = BbrInfo(least_round_trip_us=41_000, has_found_rate=True)
+
+
+@pytest.mark.parametrize(
+    ("bbr", "changes", "is_begun_anew"),
+    [
+        (OVERTAKEN, {}, True),
+        (OVERTAKEN, {"round_trip_us": 81_000}, False),
+        (OVERTAKEN, {"unacknowledged": 1}, False),
+        (OVERTAKEN._replace(has_found_rate=False), {}, False),
+        (BbrInfo(), {}, False),
+    ],
+    ids=["overtaken", "round trips alike", "busy", "looks for the rate", "says nothing"],
+)
+def test_bbr_whose_window_lasts_for_less_than_a_round_trip_is_begun_anew(
+    monkeypatch: pytest.MonkeyPatch,
+    sock: socket.socket,
+    taken: list[str],
+    bbr: BbrInfo,
+    changes: dict[str, int],
+    is_begun_anew: bool,
+) -> None:
+    say(monkeypatch, **{"round_trip_us": 83_000, **changes})
+    monkeypatch.setattr(window, "bbr_info", lambda _: bbr)
+    Window(sock, Losses()).look(20_000)
+    assert taken == (["bbr", "reno", "bbr"] if is_begun_anew else ["bbr"])
+
+
+def test_bbr_that_was_asked_for_is_not_begun_anew(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket, taken: list[str]
+) -> None:
+    say(monkeypatch, round_trip_us=83_000)
+    monkeypatch.setattr(window, "bbr_info", lambda _: OVERTAKEN)
+    Window(sock).look(20_000)
+    assert taken == ["bbr"]
+
+
+def test_host_that_does_not_allow_reno_keeps_bbr(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket, taken: list[str]
+) -> None:
+    def refuse(_: socket.socket, name: str) -> None:
+        raise OSError(f"{name} is not allowed")
+
+    say(monkeypatch, round_trip_us=83_000)
+    monkeypatch.setattr(window, "bbr_info", lambda _: OVERTAKEN)
+    monkeypatch.setattr(window, "_take", refuse)
+    kept = Window(sock, Losses())
+    assert kept.look(20_000) == 0
+    assert kept.outruns_loss
 
 
 BLOATED = {"round_trip_us": 600_000, "unacknowledged": 1, "bytes_per_s": 4_000_000}
@@ -398,8 +457,24 @@ def test_kernel_says_how_long_a_connection_is_idle() -> None:
     assert (seen.sent, seen.lost) == (1, 0)
 
 
-def test_socket_that_is_closed_is_an_error() -> None:
+def test_kernel_says_what_bbr_has_found() -> None:
+    """Of a connection on which nothing was sent; another congestion control says nothing of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as here:
+        set_congestion_control(here, "reno")
+        here.connect(listener.getsockname())
+        assert bbr_info(here) == BbrInfo()
+        try:
+            set_congestion_control(here, "bbr")
+        except ConfigError:
+            pytest.skip("this host does not allow BBR")
+        seen = bbr_info(here)
+    assert 0 < seen.least_round_trip_us < 2_000_000
+    assert not seen.has_found_rate
+
+
+@pytest.mark.parametrize("ask", [tcp_info, bbr_info])
+def test_socket_that_is_closed_is_an_error(ask: Callable[[socket.socket], object]) -> None:
     made = socket.socket()
     made.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        tcp_info(made)
+        ask(made)
