@@ -20,6 +20,7 @@ NAMES = (
     "finetuning_lossy",  # on links that lose and delay packets
     "finetuning_lossy_cubic",
     "finetuning_lossy_bbr",
+    "finetuning_lossy_others",
 )
 HEAD = (
     "one-way delay, bandwidth",
