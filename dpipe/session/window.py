@@ -15,12 +15,13 @@ BBR keeps its rate, but learns it too low from messages that come one at a time,
 connections that share a path, and stops sending for 0.2 s in ten. It is better where packets are
 lost at random, which Reno and CUBIC take for congestion.
 
-BBR lets twice as much be under way as its rate brings in the shortest round trip of ten seconds.
-Where packets overtake others, or wait for a radio, that one is far shorter than the usual one: a
-window then lasts for less than a round trip, and BBR learns the lower rate. Begun anew it keeps the
-window that it has while it looks for the rate.
+What it has learnt wears out, too. BBR lets twice as much be under way as its rate brings in the
+shortest round trip of ten seconds. Where packets overtake others that one is far shorter than the
+usual one: a window then lasts for less than a round trip, and BBR learns the lower rate. Begun anew
+in each pause, as a new connection would, it keeps the window that it has while it looks for the
+rate.
 
-    round trips    90 95 92 88 |41| 93 90 96 ...                    begun anew, in each pause
+    round trips    90 95 92 88 |41| 93 90 96 ...                    begun anew in each pause
     window                     ########------.__                    ######################
     rate learnt                ##########------.__.__               ######################
 
@@ -52,9 +53,9 @@ _HOSTS_OWN = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BBR, _CUBIC, _RENO = "bbr", "cubic", "reno"
 _LONG_US = 2_000  # a round trip; on shorter paths a window is back within a few of them
 # Losses that are random, in number and as a share of segments: congestion loses one in a window
-# of some hundred segments, each time that it has grown by half.
+# of a hundred segments and more, each time that it has grown by half.
 _LEAST_LOSSES = 5
-_LOSS_SHARE = 5e-4
+_LOSS_SHARE = 2e-4
 _TOGETHER_S = 0.2
 # Retransmission timeouts until a segment that was sent again is known to be lost, and not late: the
 # other end says if it has it twice, behind a queue that may be longer than one timeout.
@@ -128,22 +129,14 @@ def tcp_info(sock: socket.socket) -> TcpInfo:
     )
 
 
-class BbrInfo(NamedTuple):
-    """What BBR says of a connection; zeros where another congestion control has it."""
-
-    least_round_trip_us: int = 0  # of ten seconds
-    has_found_rate: bool = False
-
-
-def bbr_info(sock: socket.socket) -> BbrInfo:
-    """Raises `OSError` for a socket that is closed."""
+def bbr_has_found_rate(sock: socket.socket) -> bool:
+    """False where another congestion control has it. Raises `OSError` for a socket that is
+    closed.
+    """
     if sys.platform != "linux":
-        return BbrInfo()
+        return False
     told = sock.getsockopt(socket.IPPROTO_TCP, _OF_CONGESTION, _OF_BBR.size)
-    if len(told) < _OF_BBR.size:
-        return BbrInfo()
-    _, _, least_us, _, window_gain = _OF_BBR.unpack(told)
-    return BbrInfo(least_us, window_gain == _FOUND)
+    return len(told) == _OF_BBR.size and _OF_BBR.unpack(told)[-1] == _FOUND
 
 
 class Losses:
@@ -260,13 +253,9 @@ class Window:
             self._socket.setsockopt(socket.SOL_SOCKET, _BUFFER_LOCK, 0)
 
     def _keep_bbr_open(self) -> None:
-        """Begin BBR anew, in a pause, where its window lasts for less than a usual round trip."""
-        bbr = bbr_info(self._socket)
-        info = tcp_info(self._socket)
-        is_short = 2 * bbr.least_round_trip_us < info.round_trip_us
-        if not bbr.has_found_rate or not is_short or info.unacknowledged:
-            return
-        if _takes(self._socket, _RENO):
+        """Begin BBR anew, in a pause, once it has found a rate that it would unlearn."""
+        is_pause = not tcp_info(self._socket).unacknowledged
+        if bbr_has_found_rate(self._socket) and is_pause and _takes(self._socket, _RENO):
             _takes(self._socket, _BBR)
 
     def _take_bbr(self) -> None:

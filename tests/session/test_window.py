@@ -12,11 +12,10 @@ import pytest
 from dpipe.errors import ConfigError
 from dpipe.session import window
 from dpipe.session.window import (
-    BbrInfo,
     Losses,
     TcpInfo,
     Window,
-    bbr_info,
+    bbr_has_found_rate,
     set_congestion_control,
     tcp_info,
 )
@@ -123,30 +122,21 @@ def test_bbr_s_window_is_left_alone(
     assert Window(sock).look(20_000) == 0
 
 
-OVERTAKEN = BbrInfo(least_round_trip_us=41_000, has_found_rate=True)
-
-
 @pytest.mark.parametrize(
-    ("bbr", "changes", "is_begun_anew"),
-    [
-        (OVERTAKEN, {}, True),
-        (OVERTAKEN, {"round_trip_us": 81_000}, False),
-        (OVERTAKEN, {"unacknowledged": 1}, False),
-        (OVERTAKEN._replace(has_found_rate=False), {}, False),
-        (BbrInfo(), {}, False),
-    ],
-    ids=["overtaken", "round trips alike", "busy", "looks for the rate", "says nothing"],
+    ("has_found_rate", "unacknowledged", "is_begun_anew"),
+    [(True, 0, True), (True, 1, False), (False, 0, False)],
+    ids=["pause", "busy", "looks for the rate"],
 )
-def test_bbr_whose_window_lasts_for_less_than_a_round_trip_is_begun_anew(
+def test_bbr_is_begun_anew_in_a_pause(
     monkeypatch: pytest.MonkeyPatch,
     sock: socket.socket,
     taken: list[str],
-    bbr: BbrInfo,
-    changes: dict[str, int],
+    has_found_rate: bool,
+    unacknowledged: int,
     is_begun_anew: bool,
 ) -> None:
-    say(monkeypatch, **{"round_trip_us": 83_000, **changes})
-    monkeypatch.setattr(window, "bbr_info", lambda _: bbr)
+    say(monkeypatch, unacknowledged=unacknowledged)
+    monkeypatch.setattr(window, "bbr_has_found_rate", lambda _: has_found_rate)
     Window(sock, Losses()).look(20_000)
     assert taken == (["bbr", "reno", "bbr"] if is_begun_anew else ["bbr"])
 
@@ -154,8 +144,8 @@ def test_bbr_whose_window_lasts_for_less_than_a_round_trip_is_begun_anew(
 def test_bbr_that_was_asked_for_is_not_begun_anew(
     monkeypatch: pytest.MonkeyPatch, sock: socket.socket, taken: list[str]
 ) -> None:
-    say(monkeypatch, round_trip_us=83_000)
-    monkeypatch.setattr(window, "bbr_info", lambda _: OVERTAKEN)
+    say(monkeypatch)
+    monkeypatch.setattr(window, "bbr_has_found_rate", lambda _: True)
     Window(sock).look(20_000)
     assert taken == ["bbr"]
 
@@ -166,8 +156,8 @@ def test_host_that_does_not_allow_reno_keeps_bbr(
     def refuse(_: socket.socket, name: str) -> None:
         raise OSError(f"{name} is not allowed")
 
-    say(monkeypatch, round_trip_us=83_000)
-    monkeypatch.setattr(window, "bbr_info", lambda _: OVERTAKEN)
+    say(monkeypatch)
+    monkeypatch.setattr(window, "bbr_has_found_rate", lambda _: True)
     monkeypatch.setattr(window, "_take", refuse)
     kept = Window(sock, Losses())
     assert kept.look(20_000) == 0
@@ -292,8 +282,8 @@ def lose(
 
 @pytest.mark.parametrize(
     ("every", "times", "takes_bbr"),
-    [(1_000, 5, True), (1_000, 4, False), (10_000, 20, False)],
-    ids=["0.1 %", "too few to say", "congestion"],
+    [(1_000, 5, True), (4_000, 5, True), (1_000, 4, False), (10_000, 20, False)],
+    ids=["0.1 %", "0.025 %", "too few to say", "congestion"],
 )
 def test_losses_at_random_ask_for_bbr(
     monkeypatch: pytest.MonkeyPatch,
@@ -457,22 +447,27 @@ def test_kernel_says_how_long_a_connection_is_idle() -> None:
     assert (seen.sent, seen.lost) == (1, 0)
 
 
-def test_kernel_says_what_bbr_has_found() -> None:
-    """Of a connection on which nothing was sent; another congestion control says nothing of it."""
+def test_kernel_says_that_bbr_looks_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a connection on which one byte came back: BBR begins with a gain of 2 / ln 2."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as here:
         set_congestion_control(here, "reno")
         here.connect(listener.getsockname())
-        assert bbr_info(here) == BbrInfo()
+        assert not bbr_has_found_rate(here)
         try:
             set_congestion_control(here, "bbr")
         except ConfigError:
             pytest.skip("this host does not allow BBR")
-        seen = bbr_info(here)
-    assert 0 < seen.least_round_trip_us < 2_000_000
-    assert not seen.has_found_rate
+        there, _ = listener.accept()
+        with there:
+            here.sendall(b"x")
+            there.sendall(there.recv(1))  # and acknowledges it
+            here.recv(1)
+        assert not bbr_has_found_rate(here)
+        monkeypatch.setattr(window, "_FOUND", 739)
+        assert bbr_has_found_rate(here)
 
 
-@pytest.mark.parametrize("ask", [tcp_info, bbr_info])
+@pytest.mark.parametrize("ask", [tcp_info, bbr_has_found_rate])
 def test_socket_that_is_closed_is_an_error(ask: Callable[[socket.socket], object]) -> None:
     made = socket.socket()
     made.close()
