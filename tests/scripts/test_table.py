@@ -343,6 +343,7 @@ def test_network_of_a_row_says_what_becomes_of_its_packets(table):
         "finetuning_lossy",
         "finetuning_lossy_cubic",
         "finetuning_lossy_bbr",
+        "finetuning_lossy_others",
     ],
 )
 def test_results_page_has_what_was_measured_with_tcp_as_it_comes(table, name, tmp_path):
