@@ -130,8 +130,8 @@ def tcp_info(sock: socket.socket) -> TcpInfo:
 
 
 def bbr_has_found_rate(sock: socket.socket) -> bool:
-    """False where another congestion control has it. Raises `OSError` for a socket that is
-    closed.
+    """Whether BBR's search for the rate has ended (its startup: Cardwell et al. 2016); false for
+    another congestion control. Raises `OSError` for a socket that is closed.
     """
     if sys.platform != "linux":
         return False
@@ -254,9 +254,10 @@ class Window:
 
     def _keep_bbr_open(self) -> None:
         """Begin BBR anew, in a pause, once it has found a rate that it would unlearn."""
-        is_pause = not tcp_info(self._socket).unacknowledged
-        if bbr_has_found_rate(self._socket) and is_pause and _takes(self._socket, _RENO):
-            _takes(self._socket, _BBR)
+        if not bbr_has_found_rate(self._socket) or tcp_info(self._socket).unacknowledged:
+            return
+        if _takes(self._socket, _RENO):
+            self.outruns_loss = _takes(self._socket, _BBR)
 
     def _take_bbr(self) -> None:
         self._losses = None

@@ -471,3 +471,28 @@ def test_what_pinning_two_groups_saves_on_slower_cores() -> None:
     )
     assert f"{', '.join(of_pinned[:3])} and {of_pinned[3]} of the predicted time" in section
     assert f"{', '.join(of_free[:3])} and {of_free[3]} where nobody had pinned" in section
+
+
+LOSSY = ("finetuning_lossy", "finetuning_lossy_cubic", "finetuning_lossy_others")
+
+
+def test_steps_over_lossy_links_are_near_their_prediction() -> None:
+    lines = [line for name in LOSSY for line in lines_of(name)]
+    off = [abs(line["measured_s"] / line["predicted_s"] - 1) for line in lines]
+    assert (len(lines), max(off) <= 0.1) == (20, True)
+    means = [mean(line["steps_s"][1:]) / line["predicted_s"] for line in lines]
+    said = f"by the means of all steps behind the first: {max(means):.2f} of the prediction at most"
+    assert said in in_results("Links that lose and delay packets, measured")
+
+
+def test_steps_with_bbr_that_was_asked_for() -> None:
+    def seconds(name: str) -> dict[tuple[str, str], float]:
+        return {
+            (line["network"]["name"], line["wire"]): line["measured_s"] for line in lines_of(name)
+        }
+
+    begun_anew = seconds("finetuning_lossy")
+    as_it_is = seconds("finetuning_lossy_bbr")
+    longer = max(as_it_is[cell] / begun_anew[cell] - 1 for cell in begun_anew)
+    said = f"its steps take up to {100 * longer:.0f} % longer"
+    assert said in one_line(text_of(DOCS / "networks.md"))

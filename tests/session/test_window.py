@@ -164,6 +164,22 @@ def test_host_that_does_not_allow_reno_keeps_bbr(
     assert kept.outruns_loss
 
 
+def test_host_that_allows_bbr_no_longer_is_believed(
+    monkeypatch: pytest.MonkeyPatch, sock: socket.socket, taken: list[str]
+) -> None:
+    def refuse_bbr(_: socket.socket, name: str) -> None:
+        if name == "bbr":
+            raise OSError(f"{name} is not allowed")
+        taken.append(name)
+
+    say(monkeypatch)
+    monkeypatch.setattr(window, "bbr_has_found_rate", lambda _: True)
+    kept = Window(sock, Losses())
+    monkeypatch.setattr(window, "_take", refuse_bbr)
+    kept.look(20_000)
+    assert (taken, kept.outruns_loss) == (["bbr", "reno"], False)
+
+
 BLOATED = {"round_trip_us": 600_000, "unacknowledged": 1, "bytes_per_s": 4_000_000}
 
 
