@@ -183,15 +183,20 @@ class Outflow:
         return awaited
 
     def _fill(self, sock: socket.socket) -> bool:
-        """Whether its share of the window is in flight; False where its buffer holds no more."""
+        """Write its share of the window. False where its buffer holds no more."""
         share = self._window_bytes / len(self._sockets)
+        # One share a step: a link that takes bytes as fast as they are written never fills, and
+        # this thread would neither look at the clock nor read what comes.
+        left = share
         try:
-            while (room := share - self._in_flight(sock)) > 0:
+            while (room := min(left, share - self._in_flight(sock))) > 0:
                 if isinstance(sock, ssl.SSLSocket):
                     chunk = _TLS_CHUNK
                 else:
                     chunk = _CHUNK[: max(_FEWEST_WRITTEN, math.ceil(room))]
-                self._written += sock.send(chunk)
+                written = sock.send(chunk)
+                self._written += written
+                left -= written
         except NOT_YET:
             return False
         return True

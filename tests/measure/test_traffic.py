@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from dpipe.errors import TransferError
+from dpipe.measure import traffic
 from dpipe.measure.connections import PeerSockets
 from dpipe.measure.notes import Note, NoteKind, Notes
-from dpipe.measure.tcp_info import counts, queued_bytes
+from dpipe.measure.tcp_info import Counts, counts, queued_bytes
 from dpipe.measure.traffic import Inflow, Meter, Outflow, PeerTraffic, gbps
 
 
@@ -104,3 +105,28 @@ def test_more_bytes_than_were_sent_are_refused(sockets: PeerSockets) -> None:
 def test_receipt_of_what_was_not_sent_is_refused(relayed: bool) -> None:
     with pytest.raises(TransferError, match="it says that it has 1 bytes of 0"):
         Outflow([], 0.1, 1.0, relayed=relayed).hear(1)
+
+
+class Bottomless:
+    """A socket to a receiver that is always as fast as the sender."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def send(self, chunk: memoryview) -> int:
+        self.taken += len(chunk)
+        assert self.taken < 1 << 30, "the step would not have ended"
+        return len(chunk)
+
+
+def test_step_ends_also_where_the_receiver_is_as_fast_as_the_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It did not: a stream over loopback outlasted its time without a look at the clock."""
+    monkeypatch.setattr(traffic, "queued_bytes", lambda sock: 0)
+    monkeypatch.setattr(traffic, "counts", lambda sockets: Counts(0, 0, 0))
+    sockets = [Bottomless(), Bottomless()]
+    out = Outflow(sockets, round_trip_s=0.001, lasts_s=1.0)
+    assert out.step(0.0) is None
+    assert sum(sock.taken for sock in sockets) == traffic._FEWEST_IN_FLIGHT
+    assert out.blocked == []
