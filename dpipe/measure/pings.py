@@ -16,7 +16,8 @@ from dpipe.measure.connections import PeerSockets
 from dpipe.measure.notes import Note, NoteKind, Notes
 from dpipe.session.session import reason_of
 
-_PINGS = 24
+# So many that the jitter that they find is between half of the link's and twice as much.
+_PINGS = 64
 _COLD = 4  # the first, which find caches cold, do not count
 _INTERVAL_S = 0.05
 _WAIT_S = 0.05

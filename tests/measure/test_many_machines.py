@@ -18,7 +18,7 @@ from dpipe.measure.reports import MachineReport, StreamReport, TogetherReport
 NUM = 64
 # Seconds beside the rounds' own: joining, layers, connections, pings, all at once, and a word with
 # the coordinator after each round, at 100 ms there and back.
-AROUND_S = 5 + 5 + 3 + 2 + 3 + NUM * 0.1
+AROUND_S = 5 + 5 + 3 + 4 + 3 + NUM * 0.1
 BLOCKED = (3, 40)
 
 
