@@ -485,6 +485,14 @@ def test_steps_over_lossy_links_are_near_their_prediction() -> None:
     assert said in in_results("Links that lose and delay packets, measured")
 
 
+def test_steps_between_homes_are_near_their_prediction() -> None:
+    lines = [line for line in lines_of("gpt3xl_home") if line["engine"] != "torch"]
+    off = [abs(line["measured_s"] / line["predicted_s"] - 1) for line in lines]
+    said = f"Every row of dpipe's is within {100 * max(off):.1f} % of its prediction"
+    assert len(lines) == 7
+    assert said in in_results("Links that lose and delay packets, measured")
+
+
 def test_steps_with_bbr_that_was_asked_for() -> None:
     def seconds(name: str) -> dict[tuple[str, str], float]:
         return {
